@@ -1,0 +1,203 @@
+"""Every operation of the model in plain PyTorch: the specification that the other forms are tested against.
+
+Formulas follow the ``glm_moe_dsa`` model of Transformers: RMSNorm casts before it multiplies, rotary embedding reads
+interleaved pairs and writes de-interleaved halves, index scores are fp32, expert outputs are weighted and summed in
+fp32. Everything here is differentiable by autograd unless its docstring says "no gradient".
+
+Invariants: results do not depend on how rows are grouped into calls except by floating-point rounding; equal index
+scores are resolved towards the lower position; a row without any valid key gives zeros, never NaN.
+
+Letters: B batch, T queries, S keys, M flattened tokens, P cache slots, D hidden, H heads, N/R nope/rope dims, V value
+dim, C kv latent, K key dim of attention (C + R when absorbed, N + R when expanded) or selected keys (``positions_MK``),
+J index heads, X index head dim, E experts, A experts per token, F expert hidden, G = 2F (gate rows first, then up).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_GATHER_ELEMENTS = 1 << 24
+"""Cache elements that one chunk of ``ragged_*`` may copy (64 MiB in fp32)."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``weight * (x / rms(x))`` over the last dimension: normalised in fp32, cast to ``x.dtype``, then multiplied.
+
+    Shapes: x [..., D], weight [D] -> [..., D] in the type of ``weight * x``.
+    """
+    x_fp32 = x.float()
+    variance = x_fp32.square().mean(-1, keepdim=True)
+    return weight * (x_fp32 * torch.rsqrt(variance + eps)).to(x.dtype)
+
+
+def apply_rope(x_BTHR: Tensor, cos_BTR2: Tensor, sin_BTR2: Tensor, interleaved: bool = True) -> Tensor:
+    """Rotate R/2 pairs of every head by the angle of its token. Any number of leading dimensions.
+
+    ``interleaved``: pair j is (x[2j], x[2j+1]); otherwise it is (x[j], x[j+R/2]). The output is always de-interleaved:
+    first the R/2 rotated first elements, then the R/2 rotated second elements.
+    Shapes: x [..., H, R], cos and sin [..., R/2] in the type of x -> [..., H, R].
+    """
+    cos, sin = cos_BTR2.unsqueeze(-2), sin_BTR2.unsqueeze(-2)
+    first, second = (x_BTHR[..., 0::2], x_BTHR[..., 1::2]) if interleaved else x_BTHR.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def index_scores(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float) -> Tensor:
+    """Lightning-indexer scores in fp32: ``sum_j w[t, j] * relu(scale * q[t, j] . k[s])`` -> scores_BTS.
+
+    ``w`` carries the factor n_heads**-0.5, ``scale`` is head_dim**-0.5. Not masked.
+    """
+    B, T, J, X = q_BTJX.shape
+    logits_BTJS = torch.matmul(q_BTJX.float().reshape(B, T * J, X), k_BSX.float().transpose(1, 2)).view(B, T, J, -1)
+    return torch.matmul(w_BTJ.float().unsqueeze(2), F.relu(logits_BTJS * scale)).squeeze(2)
+
+
+def select_topk(scores_BTS: Tensor, valid_BTS: Tensor, k: int) -> Tensor:
+    """Mark the ``min(k, number of valid keys)`` best valid keys of each row -> selected_BTS bool. No gradient.
+
+    Equal scores: the lower position wins. NaN and -inf count as the lowest score (still selectable when too few others
+    are valid). ``k <= 0`` or ``k >= S`` selects every valid key. Broadcasting of ``valid`` is allowed.
+    """
+    if k <= 0 or k >= scores_BTS.shape[-1]:
+        return valid_BTS.expand(scores_BTS.shape).clone()
+    lowest = torch.finfo(scores_BTS.dtype).min
+    keys_BTS = scores_BTS.detach().nan_to_num(nan=lowest, posinf=torch.inf, neginf=lowest)
+    keys_BTS = keys_BTS.masked_fill(~valid_BTS, -torch.inf)
+    threshold_BT1 = keys_BTS.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    selected_BTS = (keys_BTS >= threshold_BT1) & valid_BTS
+    crowded_BT = selected_BTS.sum(-1) > k  # more keys tie at the threshold than fit
+    if crowded_BT.any():
+        rows_US, threshold_U1 = keys_BTS[crowded_BT], threshold_BT1[crowded_BT]
+        above_US, tied_US = rows_US > threshold_U1, rows_US == threshold_U1
+        room_U1 = k - above_US.sum(-1, keepdim=True)
+        selected_BTS[crowded_BT] = above_US | (tied_US & (tied_US.cumsum(-1) <= room_U1))
+    return selected_BTS
+
+
+def masked_attention(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, mask_BTS: Tensor, scale: float) -> Tensor:
+    """Softmax attention with one boolean mask for all heads -> out_BTHV. A fully masked row gives zeros.
+
+    Softmax in fp32, cast to the type of q before the values are weighted.
+    """
+    logits_BHTS = torch.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK).float() * scale
+    weights_BHTS = _masked_softmax(logits_BHTS, mask_BTS.unsqueeze(1)).to(q_BTHK.dtype)
+    return torch.einsum("bhts,bshv->bthv", weights_BHTS, v_BSHV)
+
+
+def attention_targets(q_BTHK: Tensor, k_BSHK: Tensor, mask_BTS: Tensor, scale: float) -> Tensor:
+    """What the indexer learns to predict: the head-sum of the attention weights, normalised to 1 -> p_BTS fp32.
+
+    A fully masked row is all zeros. No gradient.
+    """
+    with torch.no_grad():
+        logits_BHTS = torch.einsum("bthk,bshk->bhts", q_BTHK.float(), k_BSHK.float()) * scale
+        return _masked_softmax(logits_BHTS, mask_BTS.unsqueeze(1)).mean(1)
+
+
+def indexer_kl(scores_BTS: Tensor, target_BTS: Tensor, mask_BTS: Tensor) -> Tensor:
+    """Mean over rows with a valid key of ``KL(target || softmax of scores over the mask)`` -> scalar fp32.
+
+    ``target`` is a distribution over the mask (see ``attention_targets``); only ``scores`` gets a gradient, which is
+    ``(softmax - target) / rows`` on the mask and zero elsewhere. Zero without any valid row.
+    """
+    masked_BTS = scores_BTS.float().masked_fill(~mask_BTS, torch.finfo(torch.float32).min)
+    log_p_BTS = masked_BTS.log_softmax(-1)
+    target_BTS = target_BTS.detach().masked_fill(~mask_BTS, 0.0)
+    cross_BT = torch.where(target_BTS > 0, target_BTS * log_p_BTS, 0.0).sum(-1)
+    rows = mask_BTS.any(-1).sum().clamp_min(1)
+    return (torch.xlogy(target_BTS, target_BTS).sum() - cross_BT.sum()) / rows
+
+
+def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor) -> Tensor:
+    """``y[m] = sum_a weights[m, a] * down_e(silu(gate_e x[m]) * up_e x[m])`` with e = expert_ids[m, a] -> y_MD.
+
+    Each expert runs once over its tokens; its outputs are weighted (weights in fp32), summed over a in fp32 and cast to
+    ``x.dtype``. Experts without tokens cost nothing and get a zero gradient.
+    """
+    M, A = expert_ids_MA.shape
+    order = expert_ids_MA.flatten().argsort(stable=True)
+    counts = expert_ids_MA.flatten().bincount(minlength=gate_up_EGD.shape[0]).tolist()
+    outputs = []
+    for expert, rows_ND in enumerate(x_MD[order // A].split(counts)):
+        gate_NF, up_NF = F.linear(rows_ND, gate_up_EGD[expert]).chunk(2, dim=-1)
+        outputs.append(F.linear(F.silu(gate_NF) * up_NF, down_EDF[expert]))
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(M * A, device=order.device))
+    y_MAD = torch.cat(outputs)[place].view(M, A, -1)
+    return (y_MAD * weights_MA.float().unsqueeze(-1)).sum(1).to(x_MD.dtype)
+
+
+def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M: Tensor, lengths_M: Tensor,
+                  index_topk: int) -> Tensor | None:
+    """Cache positions that each query attends to -> positions_MK, int32, ascending, padded with -1; None = all of them.
+
+    Query m sees the first ``lengths[m]`` entries of slot ``slots[m]`` and keeps the ``index_topk`` best by
+    ``sum_j iw[m, j] * relu(iq[m, j] . key)`` (all scale factors folded into ``iw``). Ties go to the lower position.
+    Returns None when ``index_topk <= 0`` or no query sees more than ``index_topk`` keys. No gradient.
+    """
+    longest = int(lengths_M.max()) if lengths_M.numel() else 0
+    if index_topk <= 0 or longest <= index_topk:
+        return None
+    positions_MK = torch.full((slots_M.numel(), index_topk), -1, dtype=torch.int32, device=slots_M.device)
+    with torch.no_grad():
+        for start, stop in _chunks(slots_M.numel(), longest * index_keys_PSX.shape[-1]):
+            keys_msX = index_keys_PSX[slots_M[start:stop].long(), :longest]
+            scores_mS = index_scores(iq_MJX[start:stop, None], keys_msX, iw_MJ[start:stop, None], 1.0).squeeze(1)
+            selected_mS = select_topk(scores_mS, _within(lengths_M[start:stop], longest), index_topk)
+            row, position = selected_mS.nonzero(as_tuple=True)
+            column = selected_mS.cumsum(-1)[row, position] - 1
+            positions_MK[start + row, column] = position.to(torch.int32)
+    return positions_MK
+
+
+def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths_M: Tensor, positions_MK: Tensor | None,
+                     scale: float, kv_lora_rank: int) -> Tensor:
+    """Absorbed attention over a slot cache -> out_MHC, C = ``kv_lora_rank``, in the type of q. No gradient.
+
+    Query m attends to entries ``positions[m]`` (those that are not -1) of slot ``slots[m]``, or to its first
+    ``lengths[m]`` entries when ``positions`` is None. Logits are ``scale * q . latent`` over all K = C + R dims; the
+    output is the weighted sum of the first C dims. A query without keys gives zeros.
+    """
+    out_MHC = q_MHK.new_empty(*q_MHK.shape[:2], kv_lora_rank)
+    longest = int(lengths_M.max()) if lengths_M.numel() else 0
+    with torch.no_grad():
+        width = longest if positions_MK is None else positions_MK.shape[1]
+        for start, stop in _chunks(slots_M.numel(), width * latent_PSK.shape[-1]):
+            slots_m = slots_M[start:stop].long()
+            if positions_MK is None:
+                keys_msK, valid_mS = latent_PSK[slots_m, :longest], _within(lengths_M[start:stop], longest)
+            else:
+                positions_mS = positions_MK[start:stop].long()
+                valid_mS = positions_mS >= 0
+                keys_msK = latent_PSK[slots_m[:, None], positions_mS.clamp_min(0)]
+            keys_msK = keys_msK.float()
+            logits_mHS = torch.matmul(q_MHK[start:stop].float(), keys_msK.transpose(1, 2)) * scale
+            weights_mHS = _masked_softmax(logits_mHS, valid_mS.unsqueeze(1))
+            keys_msC = keys_msK[..., :kv_lora_rank].masked_fill(~valid_mS.unsqueeze(-1), 0.0)  # unwritten may be NaN
+            out_MHC[start:stop] = torch.matmul(weights_mHS, keys_msC).to(q_MHK.dtype)
+    return out_MHC
+
+
+def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor, index_keys_PSX: Tensor, slots_M: Tensor,
+               lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int) -> Tensor:
+    """``ragged_select`` then ``ragged_attention``: one sparse attention layer over a slot cache -> out_MHC."""
+    positions_MK = ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk)
+    return ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank)
+
+
+def _masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
+    """Softmax over the last dimension restricted to ``mask``; rows without a valid entry are zero, also in backward."""
+    weights = logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1)
+    return weights.masked_fill(~mask, 0.0)
+
+
+def _within(lengths_M: Tensor, longest: int) -> Tensor:
+    """valid_MS: position s is below ``lengths[m]``."""
+    return torch.arange(longest, device=lengths_M.device) < lengths_M[:, None]
+
+
+def _chunks(rows: int, elements_per_row: int) -> list[tuple[int, int]]:
+    """Row ranges whose gathered cache stays below ``_GATHER_ELEMENTS``."""
+    step = max(1, _GATHER_ELEMENTS // max(1, elements_per_row))
+    return [(start, min(rows, start + step)) for start in range(0, rows, step)]

@@ -1,0 +1,107 @@
+"""Processes of ours: start, announce, find, stop. Nothing here kills by name; every child is stopped by its id.
+
+A service binds its socket first (port 0 takes a free one), then writes ``{"url", "pid"}`` to a ready file, then serves.
+A child asks the kernel to kill it when its parent dies, so that ``kill -9`` of the parent leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from glm5.errors import ServiceError
+from glm5.runlog import write_atomic
+
+PARENT_VARIABLE = "GLM5_PARENT_PID"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """If a glm5 process started this one, arrange to be killed when that parent dies. Linux; elsewhere a no-op."""
+    expected = os.environ.get(PARENT_VARIABLE)
+    if expected is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(expected):  # the parent died before the request was in place
+        os._exit(1)
+
+
+def spawn(arguments: Sequence[str], log_path: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start ``python -m glm5 <arguments>`` in its own process group with output in ``log_path``.
+
+    Call from the main thread: the kernel ties the parent-death signal to the thread that started the child.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    variables = {**os.environ, PARENT_VARIABLE: str(os.getpid()), **(environment or {})}
+    with open(log_path, "ab") as log:
+        return subprocess.Popen([sys.executable, "-m", "glm5", *arguments], stdin=subprocess.DEVNULL, stdout=log,
+                                stderr=subprocess.STDOUT, start_new_session=True, env=variables)
+
+
+def wait_ready(process: subprocess.Popen[bytes], ready_file: Path, log_path: Path, timeout_s: float = 60) -> str:
+    """URL of a service that writes ``ready_file``. Raises ServiceError when it exits or the deadline passes."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if ready_file.exists():
+            return str(json.loads(ready_file.read_text())["url"])
+        if process.poll() is not None:
+            raise ServiceError(f"{log_path.stem}: exited with {process.returncode} before it was ready: {_last_line(log_path)}")
+        time.sleep(0.05)
+    raise ServiceError(f"{log_path.stem}: not ready after {timeout_s:.0f} s: {_last_line(log_path)}; see {log_path}")
+
+
+def stop(process: subprocess.Popen[bytes], grace_s: float = 5) -> None:
+    """Terminate a child and its process group; kill what is left after ``grace_s``."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(5)
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises ServiceError when the address is taken."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ServiceError(f"{host}:{port}: {error.strerror}; choose another --port (0 takes a free one)") from None
+    listener.set_inheritable(False)
+    return listener
+
+
+def serve_app(app: Any, host: str = "127.0.0.1", port: int = 0, ready_file: Path | None = None) -> None:
+    """Serve an ASGI application until SIGTERM or SIGINT; announce its URL in ``ready_file``."""
+    import uvicorn
+
+    listener = bind(host, port)
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    if ready_file is not None:
+        ready_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(ready_file, json.dumps({"url": url, "pid": os.getpid()}))
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2,
+                              timeout_keep_alive=75)
+    uvicorn.Server(settings).run(sockets=[listener])
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+    return lines[-1] if lines else "(no output)"

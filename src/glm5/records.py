@@ -1,0 +1,119 @@
+"""Records that cross layers: what the gateway records, the ledger keeps and the trainer consumes.
+
+All are frozen. ``to_json``/``from_json`` give the wire form; token streams are plain lists of numbers there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Outcome = Literal["ok", "truncated", "agent_error", "infra_error", "cancelled", "stale"]
+OUTCOMES: tuple[str, ...] = get_args(Outcome)
+TRAINABLE_OUTCOMES = frozenset({"ok", "truncated", "agent_error"})
+TurnKind = Literal["root", "extend", "rewrite", "fork"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the engine samples one request."""
+
+    temperature: float = 1.0
+    """0 is greedy; log-probs are those of the temperature-scaled distribution (of the unscaled one when greedy)."""
+    top_p: float = 1.0
+    """Nucleus mass; 1 keeps the full softmax, which is what the trainer assumes."""
+    top_k: int = -1
+    """Keep the k most likely tokens; -1 keeps all."""
+    max_new_tokens: int = 128
+    """Upper bound on sampled tokens."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Ids that end the answer, kept as its last id; None means the tokenizer's stop ids."""
+    seed: int | None = None
+    """Seed of this request; None draws from the engine's generator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One model call of a session: exact ids in, exact ids out."""
+
+    turn_id: str
+    session_id: str
+    parent: str | None
+    """Turn whose prompt + output this prompt extends or branches from."""
+    kind: TurnKind
+    prompt_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]
+    """Behaviour log-prob of each output id, as the engine sampled it."""
+    versions: list[int]
+    """Policy version that sampled each output id."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One token-exact path root → leaf. All four lists have the same length; non-sampled tokens have mask False,
+    log-prob 0.0 and version -1."""
+
+    ids: list[int]
+    loss_mask: list[bool]
+    logprobs: list[float]
+    versions: list[int]
+    turn_ids: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One attempt at one task, terminal."""
+
+    episode_id: str
+    group_id: str
+    task_id: str
+    taskset: str
+    outcome: Outcome
+    reward: float | None
+    """None means that nothing was measured; it is never read as 0."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    """Why the outcome is what it is, one line."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+    started_at: float = 0.0
+    """Unix seconds."""
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A trajectory ready for the trainer."""
+
+    sample_id: str
+    episode_id: str
+    group_id: str
+    taskset: str
+    trajectory: Trajectory
+    advantage: float
+    weight: float
+    """Share of this row in its rollout: the loss of an episode is the mean over all its sampled tokens."""
+
+
+def to_json(record: Any) -> dict[str, Any]:
+    """Plain dict of a record, ready for ``json.dumps``."""
+    return dataclasses.asdict(record)
+
+
+def turn_from_json(data: dict[str, Any]) -> Turn:
+    """Inverse of ``to_json`` for a turn."""
+    return Turn(**data)
+
+
+def trajectory_from_json(data: dict[str, Any]) -> Trajectory:
+    """Inverse of ``to_json`` for a trajectory."""
+    return Trajectory(**data)
+
+
+def episode_from_json(data: dict[str, Any]) -> Episode:
+    """Inverse of ``to_json`` for an episode."""
+    trajectories = [trajectory_from_json(item) for item in data.get("trajectories", [])]
+    return Episode(**{**data, "trajectories": trajectories})

@@ -1,0 +1,114 @@
+"""The run directory: the interface between processes that are not on the wire, and to whoever reads a run later.
+
+``runs/<name>/{config.json, metrics.jsonl, events.jsonl, ledger.sqlite, weights/, checkpoints/, report.md}``.
+Appends are one ``write`` of one line, so that readers never see half a record; whole files are replaced atomically.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace ``path`` by ``content``: a reader sees the old or the new file, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Records of a ``.jsonl`` file; a torn last line (a crash while appending) is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+class RunLog:
+    """Writer of one run directory."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def write_config(self, config: Any) -> None:
+        """Write the resolved configuration, a dataclass or a dict, as ``config.json``."""
+        data = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config
+        write_atomic(self.directory / "config.json", json.dumps(data, indent=1, default=str) + "\n")
+
+    def metrics(self, **values: Any) -> None:
+        """Append one record to ``metrics.jsonl``; by convention it has ``step``."""
+        self._append("metrics.jsonl", {"time": round(time.time(), 3), **values})
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Append one record to ``events.jsonl``."""
+        self._append("events.jsonl", {"time": round(time.time(), 3), "kind": kind, **values})
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        line = (json.dumps(record, default=float) + "\n").encode()
+        file = os.open(self.directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(file, line)
+        finally:
+            os.close(file)
+
+
+class ProgressBar:
+    """Progress of long work on stderr: a bar on a terminal, a plain line every few seconds elsewhere."""
+
+    def __init__(self, title: str, total: int, unit: str, progress: Progress | None) -> None:
+        self._title, self._total, self._unit = title, total, unit
+        self._progress = progress
+        self._task = progress.add_task(title, total=total, note="") if progress else None
+        self._start = self._last_line = time.monotonic()
+        self._done = 0
+
+    def advance(self, done: int, units: float, note: str = "") -> None:
+        """``done`` of the total steps are finished, ``units`` (tokens, documents …) in all since the start."""
+        elapsed = max(time.monotonic() - self._start, 1e-9)
+        text = f"{units / elapsed:,.0f} {self._unit}/s {note}".rstrip()
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=done, note=text)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= 10 or done >= self._total > self._done:
+            self._last_line = now
+            eta = elapsed / max(done, 1) * max(self._total - done, 0)
+            print(f"{self._title}: {done}/{self._total} {text} ETA {eta:.0f}s", file=sys.stderr, flush=True)
+        self._done = done
+
+
+@contextmanager
+def progress_bar(title: str, total: int, unit: str = "tokens") -> Iterator[ProgressBar]:
+    """Show ``title`` while the body runs ``total`` steps; see ``ProgressBar.advance``."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield ProgressBar(title, total, unit, None)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+               TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=False) as progress:
+        yield ProgressBar(title, total, unit, progress)
