@@ -179,8 +179,8 @@ def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths
     return out_MHC
 
 
-def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor, index_keys_PSX: Tensor, slots_M: Tensor,
-               lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int) -> Tensor:
+def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor, index_keys_PSX: Tensor,
+               slots_M: Tensor, lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int) -> Tensor:
     """``ragged_select`` then ``ragged_attention``: one sparse attention layer over a slot cache -> out_MHC."""
     positions_MK = ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk)
     return ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank)
