@@ -44,14 +44,16 @@ def apply_rope(x_BTHR: Tensor, cos_BTR2: Tensor, sin_BTR2: Tensor, interleaved: 
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def index_scores(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float) -> Tensor:
+def index_scores(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, valid_BTS: Tensor | None = None) -> Tensor:
     """Lightning-indexer scores in fp32: ``sum_j w[t, j] * relu(scale * q[t, j] . k[s])`` -> scores_BTS.
 
-    ``w`` carries the factor n_heads**-0.5, ``scale`` is head_dim**-0.5. Not masked.
+    ``w`` carries the factor n_heads**-0.5, ``scale`` is head_dim**-0.5. With ``valid``, pairs outside it are not needed
+    and are 0, which lets a form skip them.
     """
     B, T, J, X = q_BTJX.shape
     logits_BTJS = torch.matmul(q_BTJX.float().reshape(B, T * J, X), k_BSX.float().transpose(1, 2)).view(B, T, J, -1)
-    return torch.matmul(w_BTJ.float().unsqueeze(2), F.relu(logits_BTJS * scale)).squeeze(2)
+    scores_BTS = torch.matmul(w_BTJ.float().unsqueeze(2), F.relu(logits_BTJS * scale)).squeeze(2)
+    return scores_BTS if valid_BTS is None else scores_BTS.masked_fill(~valid_BTS, 0.0)
 
 
 def select_topk(scores_BTS: Tensor, valid_BTS: Tensor, k: int) -> Tensor:

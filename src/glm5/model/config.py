@@ -19,8 +19,9 @@ from typing import Any
 from glm5.errors import ConfigError
 
 _FIXED: dict[str, Any] = {
-    "model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"], "hidden_act": "silu", "attention_bias": False,
-    "attention_dropout": 0.0, "mlp_bias": False, "tie_word_embeddings": False, "n_group": 1, "topk_group": 1,
+    "model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"], "hidden_act": "silu",
+    "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "tie_word_embeddings": False,
+    "n_group": 1, "topk_group": 1,
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True,
     "indexer_rope_interleave": True,
 }
@@ -87,7 +88,7 @@ class ModelConfig:
     """Every so-manyth layer is full; used when neither list is present."""
     index_skip_topk_offset: int | None = None
     """Leading full layers of the frequency schedule; absent means 2."""
-    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_theta": 1_000_000, "rope_type": "default"})
+    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: _rope(1_000_000))
     """Base frequency ``rope_theta``, and ``rope_type``, always ``default``."""
     max_position_embeddings: int = 202752
     """Longest context the model is meant for."""
@@ -120,10 +121,11 @@ class ModelConfig:
             raise ConfigError(f"num_experts_per_tok={self.num_experts_per_tok} exceeds n_routed_experts="
                               f"{self.n_routed_experts}; lower it")
         if self.rope_parameters.get("rope_type", "default") != "default" or "rope_theta" not in self.rope_parameters:
-            raise ConfigError(f"rope_parameters={dict(self.rope_parameters)}: expected rope_theta and rope_type 'default'")
+            raise ConfigError(f"rope_parameters={dict(self.rope_parameters)}: expected rope_theta and "
+                              "rope_type 'default'")
         if "full" not in self.indexer_schedule[:1]:
-            raise ConfigError(f"indexer_types[0]={self.indexer_schedule[0]!r}: the first layer has no selection to share; "
-                              "make it 'full'")
+            raise ConfigError(f"indexer_types[0]={self.indexer_schedule[0]!r}: the first layer has no selection to "
+                              "share; make it 'full'")
         _check_words("mlp_layer_types", self.mlp_schedule, ("dense", "sparse"), self.num_hidden_layers)
         _check_words("indexer_types", self.indexer_schedule, ("full", "shared"), self.num_hidden_layers)
 
@@ -167,7 +169,8 @@ class ModelConfig:
             return tuple(words.get(item, item) for item in self.index_topk_pattern)
         every = max(self.index_topk_freq or 1, 1)
         offset = 2 if self.index_skip_topk_offset is None else self.index_skip_topk_offset
-        return tuple("shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(self.num_hidden_layers))
+        distances = (max(layer - offset + 1, 0) for layer in range(self.num_hidden_layers))
+        return tuple("shared" if distance % every else "full" for distance in distances)
 
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with some fields changed and checked again. Raises ConfigError for an unknown field."""
@@ -179,8 +182,9 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The object of ``config.json``, ready for ``json.dumps``; optional keys appear when they are set."""
-        optional = {"mlp_layer_types", "indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"}
-        data: dict[str, Any] = {**_FIXED, "qk_head_dim": self.qk_head_dim, "head_dim": self.qk_rope_head_dim}
+        optional = {"mlp_layer_types", "indexer_types", "index_topk_pattern", "index_topk_freq",
+                    "index_skip_topk_offset"}
+        data: dict[str, Any] = {**_FIXED, "qk_head_dim": self.qk_head_dim}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if item.name == "extra" or (item.name in optional and value is None):
@@ -189,6 +193,7 @@ class ModelConfig:
                 continue  # not a published key: present only when it says something
             data[item.name] = list(value) if isinstance(value, tuple) else value
         data["rope_parameters"] = dict(self.rope_parameters)
+        data["eos_token_id"] = list(self.eos_token_id) or None
         return {**data, **self.extra}
 
     @classmethod
@@ -197,23 +202,23 @@ class ModelConfig:
         values = dict(data)
         for key, expected in _FIXED.items():
             if key in values and values.pop(key) not in (expected, None):
-                raise ConfigError(f"{source}: {key}={data[key]!r}: only {expected!r} is implemented for this architecture")
+                raise ConfigError(f"{source}: {key}={data[key]!r}: this architecture implements only {expected!r}")
         if "model_type" not in data:
             raise ConfigError(f"{source}: model_type is missing; expected 'glm_moe_dsa'")
         values.pop("qk_head_dim", None)
         if "rope_parameters" not in values:
             if "rope_theta" not in values:
-                raise ConfigError(f"{source}: rope_parameters is missing; add {{\"rope_theta\": ..., \"rope_type\": \"default\"}}")
-            values["rope_parameters"] = {"rope_theta": values.pop("rope_theta"), "rope_type": "default"}
+                raise ConfigError(f"{source}: rope_parameters is missing; add rope_theta and rope_type 'default' there")
+            values["rope_parameters"] = _rope(values.pop("rope_theta"))
         if "torch_dtype" in values:
             values.setdefault("dtype", values.pop("torch_dtype"))
         names = {item.name for item in dataclasses.fields(cls)} - {"extra"}
         known = {key: _frozen(value) for key, value in values.items() if key in names}
-        if isinstance(known.get("eos_token_id"), int):
-            known["eos_token_id"] = (known["eos_token_id"],)
-        for key in ("dtype", "eos_token_id"):
-            if known.get(key, "") is None:
-                del known[key]
+        stops = known.get("eos_token_id")
+        known["eos_token_id"] = (stops,) if isinstance(stops, int) else stops or ()
+        known.setdefault("pad_token_id", None)
+        if known.get("dtype", "") is None:
+            del known["dtype"]
         extra = {key: value for key, value in values.items() if key not in names}
         _check_required(known, source)
         try:
@@ -243,18 +248,18 @@ def presets() -> dict[str, ModelConfig]:
             num_attention_heads=4, num_key_value_heads=4, q_lora_rank=64, kv_lora_rank=48, qk_nope_head_dim=24,
             qk_rope_head_dim=16, v_head_dim=32, n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=1,
             index_n_heads=8, index_head_dim=32, index_topk=64, max_position_embeddings=2048,
-            rope_parameters={"rope_theta": 10_000, "rope_type": "default"}, eos_token_id=(), pad_token_id=None,
+            rope_parameters=_rope(10_000), eos_token_id=(), pad_token_id=None,
             dtype="float32"),
         "micro": ModelConfig(
             vocab_size=4096, hidden_size=384, intermediate_size=1024, moe_intermediate_size=160, num_hidden_layers=8,
             num_attention_heads=8, num_key_value_heads=8, q_lora_rank=192, kv_lora_rank=128, qk_nope_head_dim=32,
             qk_rope_head_dim=32, v_head_dim=64, n_routed_experts=16, num_experts_per_tok=4, first_k_dense_replace=1,
             index_n_heads=16, index_head_dim=64, index_topk=256, max_position_embeddings=16384,
-            rope_parameters={"rope_theta": 10_000, "rope_type": "default"}, eos_token_id=(), pad_token_id=None,
+            rope_parameters=_rope(10_000), eos_token_id=(), pad_token_id=None,
             dtype="float32"),
         "glm-5": ModelConfig(),
         "glm-5.2": ModelConfig(
-            rope_parameters={"rope_theta": 8_000_000, "rope_type": "default"}, max_position_embeddings=1048576,
+            rope_parameters=_rope(8_000_000), max_position_embeddings=1048576,
             index_topk_freq=4, index_skip_topk_offset=3,
             extra={"index_share_for_mtp_iteration": True, "moe_router_dtype": "float32"}),
     }
@@ -293,7 +298,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
 
 def _attention_parameters(config: ModelConfig) -> int:
     heads, latent = config.num_attention_heads, config.kv_lora_rank
-    queries = config.hidden_size * config.q_lora_rank + config.q_lora_rank + config.q_lora_rank * heads * config.qk_head_dim
+    queries = config.q_lora_rank * (config.hidden_size + 1 + heads * config.qk_head_dim)
     keys = config.hidden_size * (latent + config.qk_rope_head_dim) + latent
     keys += latent * heads * (config.qk_nope_head_dim + config.v_head_dim)
     return queries + keys + heads * config.v_head_dim * config.hidden_size
@@ -301,7 +306,12 @@ def _attention_parameters(config: ModelConfig) -> int:
 
 def _indexer_parameters(config: ModelConfig) -> int:
     width = config.index_head_dim
-    return config.index_n_heads * (config.q_lora_rank * width + config.hidden_size) + config.hidden_size * width + 2 * width
+    queries = config.index_n_heads * (config.q_lora_rank * width + config.hidden_size)
+    return queries + config.hidden_size * width + 2 * width
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_theta": theta, "rope_type": "default"}
 
 
 def _frozen(value: Any) -> Any:
@@ -311,8 +321,9 @@ def _frozen(value: Any) -> Any:
 def _check_required(known: Mapping[str, Any], source: str) -> None:
     """Shape keys must be in the file: a default of another model is never a good guess."""
     required = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
-                "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-                "n_routed_experts", "num_experts_per_tok", "index_n_heads", "index_head_dim", "index_topk")
+                "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+                "v_head_dim", "n_routed_experts", "num_experts_per_tok", "index_n_heads", "index_head_dim",
+                "index_topk")
     for key in required:
         if key not in known:
             raise ConfigError(f"{source}: {key} is missing; add it")

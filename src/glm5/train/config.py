@@ -73,10 +73,8 @@ class OptimizerConfig:
                 raise ConfigError(f"{name}={rate} is not positive; give a learning rate above 0")
         if not 0 <= self.momentum < 1 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"momentum={self.momentum}, betas={self.betas}: each must lie in [0, 1)")
-        if self.newton_schulz_steps < 1:
-            raise ConfigError(f"newton_schulz_steps={self.newton_schulz_steps} is below 1; the published value is 5")
-        if min(self.weight_decay, self.clip_norm, self.eps) < 0:
-            raise ConfigError("weight_decay, clip_norm and eps must not be negative; 0 switches the first two off")
+        _require_at_least(1, newton_schulz_steps=self.newton_schulz_steps)
+        _require_at_least(0, weight_decay=self.weight_decay, clip_norm=self.clip_norm, eps=self.eps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +91,9 @@ class ScheduleConfig:
     """Share of the steps over which ``stable`` falls to ``final``."""
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps={self.warmup_steps} is negative; 0 starts at the peak rate")
+        _require_at_least(0, warmup_steps=self.warmup_steps)
         if not 0 <= self.final <= 1 or not 0 < self.decay_fraction <= 1:
-            raise ConfigError(f"final={self.final} must lie in [0, 1] and decay_fraction={self.decay_fraction} in (0, 1]")
+            raise ConfigError(f"final={self.final} must lie in [0, 1], decay_fraction={self.decay_fraction} in (0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,8 +125,7 @@ class DataConfig:
                               "must lie in [0, 1)")
         if self.held_out_rows and not self.held_out_fraction:
             raise ConfigError(f"held_out_rows={self.held_out_rows} needs held_out_fraction above 0; or set it to 0")
-        if self.max_bytes < 0 or self.held_out_rows < 0:
-            raise ConfigError(f"max_bytes={self.max_bytes}, held_out_rows={self.held_out_rows}: must not be negative")
+        _require_at_least(0, max_bytes=self.max_bytes, held_out_rows=self.held_out_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,9 +142,7 @@ class EvaluationConfig:
     """A rise counts when it exceeds this much; noise of the measurement should not prolong a stage."""
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.patience < 0 or self.min_rise < 0:
-            raise ConfigError(f"every={self.every}, patience={self.patience}, min_rise={self.min_rise}: "
-                              "must not be negative")
+        _require_at_least(0, every=self.every, patience=self.patience, min_rise=self.min_rise)
         if self.patience and not self.every:
             raise ConfigError(f"patience={self.patience} needs every above 0: the hook is never called")
 
@@ -162,7 +156,7 @@ class StageConfig:
     name: str
     """Name of the run, and of the stage for ``init = "stage:NAME"``."""
     init: str = "random"
-    """``random``, a checkpoint directory, or ``stage:NAME`` for the final checkpoint of the run NAME beside this one."""
+    """``random``, a checkpoint directory, or ``stage:NAME``: the final checkpoint of run NAME beside this one."""
     preset: str = "nano"
     """Shape of the model when ``init`` is random."""
     tokenizer: str = ""
@@ -180,7 +174,7 @@ class StageConfig:
     steps: int
     """Optimizer steps."""
     max_minutes: float = 0.0
-    """Stop after this long even if steps remain; the schedule then runs by time, whichever is further. 0 has no limit."""
+    """Stop after this long even if steps remain; the schedule follows whichever is further. 0: no limit."""
     batch_rows: int = 16
     """Rows of one optimizer step."""
     micro_rows: int = 0
@@ -207,24 +201,19 @@ class StageConfig:
     """Seed of the random weights and of the order of the data."""
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch_rows", 1), ("length", 8), ("checkpoint_every", 1), ("log_every", 1),
-                            ("max_skipped", 1), ("micro_rows", 0), ("mtp_steps", 0), ("max_minutes", 0),
-                            ("mtp_weight", 0), ("balance_weight", 0), ("bias_rate", 0)):
-            value = {"steps": self.steps, "batch_rows": self.batch_rows, "length": self.length,
-                     "checkpoint_every": self.checkpoint_every, "log_every": self.log_every,
-                     "max_skipped": self.max_skipped, "micro_rows": self.micro_rows, "mtp_steps": self.mtp_steps,
-                     "max_minutes": self.max_minutes, "mtp_weight": self.mtp_weight,
-                     "balance_weight": self.balance_weight, "bias_rate": self.bias_rate}[name]
-            if value < least:
-                raise ConfigError(f"{name}={value} is below {least}; raise it")
+        _require_at_least(1, steps=self.steps, batch_rows=self.batch_rows, checkpoint_every=self.checkpoint_every,
+                          log_every=self.log_every, max_skipped=self.max_skipped)
+        _require_at_least(8, length=self.length)
+        _require_at_least(0, micro_rows=self.micro_rows, mtp_steps=self.mtp_steps, max_minutes=self.max_minutes,
+                          mtp_weight=self.mtp_weight, balance_weight=self.balance_weight, bias_rate=self.bias_rate)
         if self.schedule.warmup_steps > self.steps:
-            raise ConfigError(f"schedule.warmup_steps={self.schedule.warmup_steps} exceeds steps={self.steps}; lower it")
+            raise ConfigError(f"schedule.warmup_steps={self.schedule.warmup_steps} exceeds steps={self.steps}")
         if self.init == "random" and not self.tokenizer:
             raise ConfigError('init="random" needs tokenizer: give the directory of a tokenizer')
         if self.recipe.conversations and not self.data.conversations:
             raise ConfigError(f"stage={self.stage!r} needs data.conversations: give .jsonl files of conversations")
         if not self.recipe.trains_main and not self.train_indexer:
-            raise ConfigError(f"stage={self.stage!r} trains the indexers only: train_indexer=false leaves nothing to train")
+            raise ConfigError(f"stage={self.stage!r} trains the indexers only: set train_indexer=true")
 
     @property
     def recipe(self) -> Recipe:
@@ -235,3 +224,9 @@ class StageConfig:
     def trains_indexer(self) -> bool:
         """Whether the indexers learn here."""
         return self.recipe.trains_indexer and self.train_indexer
+
+
+def _require_at_least(least: float, **values: float) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise ConfigError(f"{name}={value} is below {least}; raise it")

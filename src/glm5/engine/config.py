@@ -1,0 +1,43 @@
+"""Configuration of the inference engine. Free of torch, so that command lines and launchers can read it cheaply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from glm5.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Sizes and switches of one engine."""
+
+    max_slots: int = 64
+    """Sequences that may run at once; idle slots keep the keys of finished ones for reuse."""
+    max_context: int = 0
+    """Prompt plus answer tokens of one sequence; 0 takes the model's ``max_position_embeddings``."""
+    prefill_chunk: int = 512
+    """Prompt tokens computed per step beside the decoding tokens."""
+    max_waiting: int = 4096
+    """Requests that may wait for a slot; one more is refused."""
+    prefix_cache: bool = True
+    """Reuse the keys of a shared prefix computed under the same weight version."""
+    attention: Literal["sparse", "dense"] = "sparse"
+    """``sparse`` attends to the indexer's top-k, ``dense`` to every key."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights and cache; ``auto`` keeps the dtype of the checkpoint."""
+    device: str = "cpu"
+    """Where weights and cache live."""
+    threads: int = 0
+    """Threads of one step; 0 leaves the library's choice."""
+    seed: int | None = None
+    """Seeds requests that carry none; None draws from the operating system, so that replicas differ."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_slots", "prefill_chunk", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1; raise it")
+        if self.max_context != 0 and self.max_context < 2:
+            raise ConfigError(f"max_context={self.max_context}: must hold a prompt and an answer; give at least 2, or 0 for the model's")
+        if self.threads < 0:
+            raise ConfigError(f"threads={self.threads}: must be 0 (automatic) or positive; correct it")

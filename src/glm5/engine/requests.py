@@ -1,0 +1,126 @@
+"""What a request is inside the engine, and how one is refused. Free of torch: the HTTP layer reads these too.
+
+A ``Sequence`` is written by the engine's thread alone. Its three output lists only grow and ``versions`` grows last, so a reader
+in another thread may take the first ``len(versions)`` items of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from glm5.errors import EngineError
+from glm5.records import FinishReason, SamplingParams
+
+
+class InvalidRequestError(EngineError):
+    """The request itself is wrong; repeating it cannot help."""
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt leaves no room for an answer in the engine's context."""
+
+
+class QueueFullError(EngineError):
+    """Too many requests wait for a slot; try again later."""
+
+
+class EngineClosedError(EngineError):
+    """The engine is stopping or has stopped."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One request from submission to its last token."""
+
+    request_id: int
+    prompt: np.ndarray
+    """int64 ids, at least one."""
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    seed: int
+    """64-bit seed of this request's random stream."""
+    max_new_tokens: int
+    """``params.max_new_tokens``, cut to what the context leaves."""
+    session_id: str | None = None
+    wants_prompt_logprobs: bool = False
+
+    slot: int = -1
+    """Row of the cache while running, else -1."""
+    computed: int = 0
+    """Leading prompt tokens whose keys are in the slot."""
+    cached_tokens: int = 0
+    """Leading prompt tokens that were found rather than computed."""
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: EngineError | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """True once nothing more will be appended."""
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def is_prefilling(self) -> bool:
+        """True while prompt tokens remain to be computed."""
+        return self.computed < len(self.prompt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What a finished request produced. The three lists have equal length; a stop id is the last output id."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    prompt_logprobs: list[float | None]
+    """None for the first prompt token, then one log-prob a token; empty unless asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens that arrived since the last chunk of a stream; ``finish_reason`` is set on the last one only."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[int]
+    finish_reason: FinishReason | None
+
+
+def check_prompt(ids: list[int] | np.ndarray, vocab_size: int, max_context: int) -> np.ndarray:
+    """``ids`` as int64. Raises InvalidRequestError for anything but known token ids, ContextLengthError when too long."""
+    prompt = np.asarray(ids)
+    if prompt.ndim != 1 or prompt.dtype.kind not in "iu" or not prompt.size:
+        got = "an empty list" if prompt.size == 0 else f"{prompt.ndim}-dimensional {prompt.dtype}"
+        raise InvalidRequestError(f"input_ids: got {got}, expected a non-empty list of integers; send token ids")
+    if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
+        wrong = int(prompt.min()) if int(prompt.min()) < 0 else int(prompt.max())
+        raise InvalidRequestError(f"input_ids: got id {wrong}, expected 0 <= id < {vocab_size}; use this model's tokenizer")
+    if len(prompt) >= max_context:
+        raise ContextLengthError(f"This model's maximum context length is {max_context} tokens and the prompt has {len(prompt)}; "
+                                 "shorten the messages or start the server with a larger --max-context")
+    return prompt.astype(np.int64)
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidRequestError when a sampling parameter is out of range."""
+    finite = params.temperature == params.temperature and params.temperature not in (float("inf"), float("-inf"))
+    rules = (
+        (finite and params.temperature >= 0, "temperature", params.temperature, "a finite number >= 0"),
+        (0 < params.top_p <= 1, "top_p", params.top_p, "0 < top_p <= 1"),
+        (params.top_k == -1 or params.top_k >= 1, "top_k", params.top_k, "-1 (all) or at least 1"),
+        (params.max_new_tokens >= 0, "max_new_tokens", params.max_new_tokens, "0 or more"),
+    )
+    for holds, name, value, expected in rules:
+        if not holds:
+            raise InvalidRequestError(f"{name}: got {value}, expected {expected}; correct it")
+    for stop in params.stop_token_ids or ():
+        if not 0 <= stop < vocab_size:
+            raise InvalidRequestError(f"stop_token_ids: got id {stop}, expected 0 <= id < {vocab_size}; correct it")

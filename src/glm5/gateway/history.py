@@ -1,0 +1,110 @@
+"""Chat histories as a client sends them, in one normal form.
+
+Two histories are equal when they differ only in what clients change without meaning anything: tool-call ids, the JSON
+text of arguments (key order, spaces, escapes, 1 against 1.0), content as null, "" or a list of text parts, spaces at
+the end. Every prefix of a history has a chained digest, so that a recorded turn is found by dictionary look-up.
+
+Reasoning is not part of the digests: many clients do not send it back, and the recorded ids still hold it. Where a
+client does send it, ``sessions`` compares it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from glm5.errors import DataError
+from glm5.gateway.dialect import RequestError
+from glm5.tokenizer.chat import call_arguments, text_of
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Roles that a client may send, and what each is called when it is rendered."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Messages in renderer form with the digest of every prefix."""
+
+    messages: list[dict[str, Any]]
+    """``role``, ``content`` (str); for the assistant also ``reasoning_content`` and ``tool_calls`` with arguments as
+    dict where present."""
+    chains: list[bytes]
+    """``chains[n]`` is the digest of the first n messages; ``chains[0]`` that of the declared tools."""
+
+    def has_reply(self) -> bool:
+        """Whether the client claims earlier answers."""
+        return any(message["role"] == "assistant" for message in self.messages)
+
+
+def read_history(raw: Any, declared_tools: Sequence[dict[str, Any]] | None) -> History:
+    """Normalise the ``messages`` of a request. Raises RequestError naming the message that is malformed."""
+    if not isinstance(raw, list) or not raw:
+        raise RequestError(400, "messages: expected a list with at least one message", param="messages")
+    try:
+        messages = [read_message(item, f"messages[{index}]") for index, item in enumerate(raw)]
+    except DataError as error:
+        raise RequestError(400, str(error), param="messages") from None
+    chain = _digest(b"", _canonical_json(declared_tools or []))
+    chains = [chain]
+    for message in messages:
+        chain = extend_chain(chain, message)
+        chains.append(chain)
+    return History(messages, chains)
+
+
+def extend_chain(chain: bytes, message: dict[str, Any]) -> bytes:
+    """Digest of a history of digest ``chain`` followed by ``message`` (renderer form)."""
+    content = message["content"]
+    text = content.strip() if message["role"] == "assistant" else content.rstrip()
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    return _digest(chain, _canonical_json([message["role"], text, calls]))
+
+
+def read_message(raw: Any, where: str) -> dict[str, Any]:
+    """One message in renderer form; ``where`` names it in errors. Raises RequestError or DataError."""
+    if not isinstance(raw, dict):
+        raise RequestError(400, f"{where}: expected an object, got {type(raw).__name__}", param=where)
+    role = raw.get("role")
+    if role not in _ROLES:
+        raise RequestError(400, f"{where}.role: got {role!r}, expected one of {', '.join(_ROLES)}", param=where)
+    message: dict[str, Any] = {"role": _ROLES[role], "content": text_of(raw.get("content"), f"{where}.content")}
+    if role == "assistant":
+        reasoning = raw.get("reasoning_content")
+        if isinstance(reasoning, str) and reasoning.strip():
+            message["reasoning_content"] = reasoning
+        calls = raw.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise RequestError(400, f"{where}.tool_calls: got {type(calls).__name__}, expected a list", param=where)
+        if calls:
+            message["tool_calls"] = [_read_tool_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    return message
+
+
+def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RequestError(400, f"{where}: expected {{'function': {{'name', 'arguments'}}}}", param=where)
+    arguments = call_arguments(function.get("arguments"), f"{where}.function.arguments")
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _canonical_json(value: Any) -> bytes:
+    return json.dumps(_canonical_numbers(value), sort_keys=True, separators=(",", ":")).encode()
+
+
+def _canonical_numbers(value: Any) -> Any:
+    """Whole floats as integers: a client that re-serialises arguments may turn 1 into 1.0 and back."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, dict):
+        return {key: _canonical_numbers(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical_numbers(item) for item in value]
+    return value
+
+
+def _digest(chain: bytes, data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16, key=chain).digest()

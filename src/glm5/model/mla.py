@@ -1,0 +1,182 @@
+"""Multi-head latent attention restricted to the keys that the indexer selects (DSA).
+
+Two forms of the same layer. ``forward`` expands keys and values from the latent and attends over packed rows: training
+and scoring. ``ragged`` attends in the latent space itself (absorbed form) over a slot cache: inference. Both scale by
+``(N + R)**-0.5``.
+
+Gradient rules: the indexer sees detached inputs, selection carries no gradient, and the KL loss that trains the indexer
+compares its scores with the layer's own attention, detached. So the language-model loss never reaches the indexer and
+the indexer loss reaches nothing else.
+
+Query rows are processed in chunks of ``QUERY_CHUNK``; with more than one chunk each is recomputed in the backward pass,
+so that no tensor of size [B, H, T, T] is ever alive.
+
+Letters: B batch, T queries, S keys, M flattened tokens, P slots, D hidden, H heads, N/R nope/rope dims, V value dim,
+Q query latent, C kv latent, K = N + R (expanded) or C + R (absorbed), J index heads, X index head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from glm5.kernels import dispatch
+from glm5.model.config import ModelConfig
+from glm5.model.indexer import Indexer
+from glm5.model.layers import PackedRows, Projection, RmsNorm
+
+QUERY_CHUNK = 1024
+"""Query rows whose masks, index scores and attention weights are alive at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMode:
+    """How ``forward`` attends."""
+
+    sparse: bool
+    """Restrict attention to the selected keys; otherwise full causal attention."""
+    indexer_loss: bool
+    """Compute the KL loss of the indexer: over the selected keys when sparse, over all valid keys otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionResult:
+    """Output of one attention layer over packed rows."""
+
+    out_BTD: Tensor
+    selection: tuple[Tensor, ...] | None
+    """Selected keys of each query chunk, [B, t, S] bool, for layers that share them; None when attention was dense."""
+    indexer_kl: Tensor | None
+    """Mean KL over query rows, scalar, when asked for and this layer has an indexer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedStep:
+    """What every layer of one ragged forward shares: token m writes at (slot, position) and reads up to itself."""
+
+    cos_MR2: Tensor
+    sin_MR2: Tensor
+    slots_M: Tensor
+    positions_M: Tensor
+    lengths_M: Tensor
+    sparse: bool
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """One attention layer with the published parameter names; a ``shared`` layer has no indexer."""
+
+    def __init__(self, config: ModelConfig, has_indexer: bool) -> None:
+        super().__init__()
+        self.heads, self.latent_dim = config.num_attention_heads, config.kv_lora_rank
+        self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.value_dim = config.v_head_dim
+        self.index_topk = config.index_topk
+        self.scale = config.qk_head_dim**-0.5
+        self.q_a_proj = Projection(config.hidden_size, config.q_lora_rank)
+        self.q_a_layernorm = RmsNorm(config.q_lora_rank, config.latent_norm_eps)
+        self.q_b_proj = Projection(config.q_lora_rank, self.heads * config.qk_head_dim)
+        self.kv_a_proj_with_mqa = Projection(config.hidden_size, self.latent_dim + self.rope_dim)
+        self.kv_a_layernorm = RmsNorm(self.latent_dim, config.latent_norm_eps)
+        self.kv_b_proj = Projection(self.latent_dim, self.heads * (self.nope_dim + self.value_dim))
+        self.o_proj = Projection(self.heads * self.value_dim, config.hidden_size)
+        self.indexer = Indexer(config) if has_indexer else None
+
+    def forward(self, x_BTD: Tensor, packed: PackedRows, mode: AttentionMode,
+                shared: tuple[Tensor, ...] | None = None) -> AttentionResult:
+        """Attend over packed rows. ``shared`` is the selection of the last full layer, for a layer without indexer."""
+        q_latent_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD))
+        q_BTHK = self._queries(q_latent_BTQ, packed.cos_BTR2, packed.sin_BTR2)
+        latent_BSC, rope_BSR = self._latents(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
+        kv_BSHE = self.kv_b_proj(latent_BSC).unflatten(-1, (self.heads, self.nope_dim + self.value_dim))
+        k_nope_BSHN, v_BSHV = kv_BSHE.split([self.nope_dim, self.value_dim], dim=-1)
+        k_BSHK = torch.cat([k_nope_BSHN, rope_BSR.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1)
+        index = self._index(x_BTD, q_latent_BTQ, packed, mode)
+
+        outputs, selections, kl_sums, row_counts = [], [], [], []
+        ranges = [(start, min(start + QUERY_CHUNK, packed.length)) for start in range(0, packed.length, QUERY_CHUNK)]
+        recompute = len(ranges) > 1 and torch.is_grad_enabled()
+        for number, (start, stop) in enumerate(ranges):
+            inherited = shared[number] if mode.sparse and shared is not None and self.indexer is None else None
+            rows = (slice(None), slice(start, stop))
+            index_chunk = None if index is None else (index[0][rows], index[1][rows], index[2][:, :stop])
+            arguments = (q_BTHK[rows], k_BSHK[:, :stop], v_BSHV[:, :stop], index_chunk, inherited, packed, start, mode)
+            if recompute:
+                chunk = checkpoint(self._attend, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                chunk = self._attend(*arguments)
+            outputs.append(chunk[0])
+            selections.append(chunk[1])
+            if chunk[2] is not None:
+                row_counts.append(packed.query_rows(start, stop))
+                kl_sums.append(chunk[2] * row_counts[-1])
+        out_BTHV = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        kl = torch.stack(kl_sums).sum() / max(sum(row_counts), 1) if kl_sums else None
+        return AttentionResult(self.o_proj(out_BTHV.flatten(2)), tuple(selections) if mode.sparse else None, kl)
+
+    def ragged(self, x_MD: Tensor, step: RaggedStep, latent_PSK: Tensor, index_keys_PSX: Tensor,
+               shared: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Append the keys of M tokens to the cache, then attend from each token over its slot up to itself.
+
+        ``shared`` holds the selected positions (``[positions_MK or None]``) of the last full layer; the second result
+        is what the next layer gets. No gradient.
+        """
+        q_latent_MQ = self.q_a_layernorm(self.q_a_proj(x_MD))
+        latent_MC, rope_MR = self._latents(x_MD, step.cos_MR2, step.sin_MR2)
+        latent_PSK[step.slots_M, step.positions_M] = torch.cat([latent_MC, rope_MR], dim=-1).to(latent_PSK.dtype)
+        if step.sparse and self.indexer is not None:
+            keys_MX = self.indexer.keys(x_MD, step.cos_MR2, step.sin_MR2)
+            index_keys_PSX[step.slots_M, step.positions_M] = keys_MX.to(index_keys_PSX.dtype)
+            iq_MJX, iw_MJ = self.indexer.queries(x_MD, q_latent_MQ, step.cos_MR2, step.sin_MR2)
+            shared = [dispatch.ragged_select(iq_MJX, iw_MJ * self.indexer.scale, index_keys_PSX, step.slots_M,
+                                             step.lengths_M, self.index_topk)]
+        up_HKC = self.kv_b_proj.weight.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
+        q_MHK = self._queries(q_latent_MQ, step.cos_MR2, step.sin_MR2)
+        absorbed_HMC = torch.bmm(q_MHK[..., : self.nope_dim].transpose(0, 1), up_HKC[:, : self.nope_dim])
+        q_MHK = torch.cat([absorbed_HMC.transpose(0, 1), q_MHK[..., self.nope_dim :]], dim=-1)
+        out_MHC = dispatch.ragged_attention(q_MHK, latent_PSK, step.slots_M, step.lengths_M, shared[0], self.scale,
+                                            self.latent_dim)
+        out_HMV = torch.bmm(out_MHC.transpose(0, 1), up_HKC[:, self.nope_dim :].transpose(1, 2))
+        return self.o_proj(out_HMV.transpose(0, 1).flatten(1)), shared
+
+    def _queries(self, q_latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotated queries [..., H, N + R]."""
+        q = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
+        return torch.cat([q[..., : self.nope_dim], dispatch.apply_rope(q[..., self.nope_dim :], cos, sin)], dim=-1)
+
+    def _latents(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalised key-value latent [..., C] and the rotated key part [..., R] that all heads share."""
+        latent, rope = self.kv_a_proj_with_mqa(x).split([self.latent_dim, self.rope_dim], dim=-1)
+        return self.kv_a_layernorm(latent), dispatch.apply_rope(rope.unsqueeze(-2), cos, sin).squeeze(-2)
+
+    def _index(self, x_BTD: Tensor, q_latent_BTQ: Tensor, packed: PackedRows,
+               mode: AttentionMode) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Index queries, head weights and keys, when selection or the loss needs them: detached from the main path."""
+        if self.indexer is None or not (mode.indexer_loss or (mode.sparse and packed.length > self.index_topk)):
+            return None
+        with torch.set_grad_enabled(mode.indexer_loss and torch.is_grad_enabled()):
+            x_BTD = x_BTD.detach()
+            q_BTJX, w_BTJ = self.indexer.queries(x_BTD, q_latent_BTQ.detach(), packed.cos_BTR2, packed.sin_BTR2)
+            return q_BTJX, w_BTJ, self.indexer.keys(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
+
+    def _attend(self, q_BtHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: tuple[Tensor, Tensor, Tensor] | None,
+                inherited_BtS: Tensor | None, packed: PackedRows, start: int,
+                mode: AttentionMode) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One chunk of queries: output, the keys that it attended to, and the chunk's mean KL.
+
+        The mask is made here, so that a recomputed chunk keeps none alive.
+        """
+        mask_BtS = packed.mask(start, k_BSHK.shape[1]) if inherited_BtS is None else inherited_BtS
+        if index is None or self.indexer is None:
+            return dispatch.masked_attention(q_BtHK, k_BSHK, v_BSHV, mask_BtS, self.scale), mask_BtS, None
+        scores_BtS = dispatch.index_scores(index[0], index[2], index[1], self.indexer.scale)
+        if mode.sparse:
+            mask_BtS = dispatch.select_topk(scores_BtS.detach(), mask_BtS, self.index_topk)
+        out_BtHV = dispatch.masked_attention(q_BtHK, k_BSHK, v_BSHV, mask_BtS, self.scale)
+        if not mode.indexer_loss:
+            return out_BtHV, mask_BtS, None
+        target_BtS = dispatch.attention_targets(q_BtHK.detach(), k_BSHK.detach(), mask_BtS, self.scale)
+        return out_BtHV, mask_BtS, dispatch.indexer_kl(scores_BtS, target_BtS, mask_BtS)

@@ -1,0 +1,183 @@
+"""The GLM-5 language model: packed rows for training and scoring, ragged tokens over a slot cache for inference.
+
+Parameter names equal those of a published checkpoint, except that the routed experts are stacked
+(``mlp.experts.gate_up_proj`` and ``mlp.experts.down_proj``); ``checkpoint`` translates. The MTP layer is the last entry
+of ``model.layers``, at index ``num_hidden_layers``.
+
+Letters: B batch, T tokens, M flattened tokens, D hidden, W vocabulary, L sparse layers, E experts, R rotary dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from glm5.model.cache import SlotCache
+from glm5.model.config import ModelConfig
+from glm5.model.layers import Embedding, PackedRows, Projection, RmsNorm, rotary_tables
+from glm5.model.mla import AttentionMode, RaggedStep
+from glm5.model.moe import RouterStatistics
+from glm5.model.mtp import DecoderLayer, MtpLayer
+
+Attention = Literal["sparse", "dense"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """Result of ``forward`` and ``hidden``."""
+
+    logits: Tensor | None
+    """[B, T, W] ([B, 1, W] with ``last_only``) in the model's type; None from ``hidden``."""
+    hidden_BTD: Tensor
+    """After the final norm."""
+    indexer_kl: Tensor | None
+    """Mean over the layers with an indexer, scalar fp32; None unless asked for."""
+    expert_load_LE: Tensor
+    """Tokens per expert of each sparse layer, padding not counted."""
+    balance_loss: Tensor
+    """Mean over the sparse layers of the sequence-wise balance loss; zero without gradient mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class MtpOutput:
+    """Result of ``mtp``: one step of multi-token prediction."""
+
+    hidden_BTD: Tensor
+    """After ``shared_head.norm``: apply ``lm_head`` for logits, or feed it to the next step."""
+    indexer_kl: Tensor | None
+    expert_load_E: Tensor
+    balance_loss: Tensor
+
+
+class GlmMoeDsaModel(nn.Module):
+    """Container that gives the published names: embedding, layers (the MTP layer last), final norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        layers: list[DecoderLayer] = []
+        for mlp, indexer in zip(config.mlp_schedule, config.indexer_schedule, strict=True):
+            layers.append(DecoderLayer(config, mlp == "sparse", indexer == "full"))
+        layers += [MtpLayer(config) for _ in range(config.num_nextn_predict_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class GlmMoeDsaForCausalLM(nn.Module):
+    """``model(input_ids).logits``; see the module docstring. ``generator`` draws the fresh weights."""
+
+    def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.model = GlmMoeDsaModel(config)
+        self.lm_head = Projection(config.hidden_size, config.vocab_size)
+        self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Matrices ~ normal(0, initializer_range), those that write to the residual stream divided by
+        sqrt(2 * layers); norm weights 1, biases 0. Does nothing on the meta device."""
+        deviation = self.config.initializer_range
+        residual = deviation / math.sqrt(2 * self.config.num_hidden_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                continue
+            if parameter.dim() == 1:
+                parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
+            else:
+                writes_residual = "o_proj" in name or "down_proj" in name
+                parameter.normal_(0.0, residual if writes_residual else deviation, generator=generator)
+
+    def forward(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None, documents_BT: Tensor | None = None, *,
+                attention: Attention = "sparse", indexer_loss: bool = False, last_only: bool = False) -> ModelOutput:
+        """Logits of packed rows.
+
+        ``documents_BT`` is an int document id per token, -1 for padding; attention is causal within a document.
+        ``positions_BT`` default to the position in the row. ``last_only`` gives the logits of the last token of a row.
+        """
+        output = self.hidden(input_ids_BT, positions_BT, documents_BT, attention=attention, indexer_loss=indexer_loss)
+        logits = self.lm_head(output.hidden_BTD[:, -1:] if last_only else output.hidden_BTD)
+        return ModelOutput(logits, output.hidden_BTD, output.indexer_kl, output.expert_load_LE, output.balance_loss)
+
+    def hidden(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None, documents_BT: Tensor | None = None, *,
+               attention: Attention = "sparse", indexer_loss: bool = False) -> ModelOutput:
+        """``forward`` without the head: a caller applies ``lm_head`` in chunks."""
+        hidden_BTD = self.model.embed_tokens(input_ids_BT)
+        packed = self._packed(input_ids_BT, positions_BT, documents_BT)
+        mode = AttentionMode(attention == "sparse", indexer_loss)
+        selection: tuple[Tensor, ...] | None = None
+        losses: list[Tensor] = []
+        routers: list[RouterStatistics] = []
+        for layer in self._decoder_layers():
+            result = layer(hidden_BTD, packed, mode, selection)
+            hidden_BTD, selection = result.hidden_BTD, result.selection
+            if result.indexer_kl is not None:
+                losses.append(result.indexer_kl)
+            if result.router is not None:
+                routers.append(result.router)
+        hidden_BTD = self.model.norm(hidden_BTD)
+        load_LE, balance_loss = _summarise(routers, self.config.n_routed_experts, hidden_BTD)
+        return ModelOutput(None, hidden_BTD, torch.stack(losses).mean() if losses else None, load_LE, balance_loss)
+
+    def mtp(self, hidden_BTD: Tensor, next_ids_BT: Tensor, positions_BT: Tensor | None = None,
+            documents_BT: Tensor | None = None, *, attention: Attention = "sparse",
+            indexer_loss: bool = False) -> MtpOutput:
+        """One MTP step: from the hidden state of token t (after the final norm, or of the last step) and the id of
+        token t+1, the hidden state that predicts token t+2. Raises ValueError when the model has no MTP layer."""
+        layer = self._mtp_layer()
+        merged_BTD = layer.merge(self.model.embed_tokens(next_ids_BT), hidden_BTD)
+        packed = self._packed(next_ids_BT, positions_BT, documents_BT)
+        result = layer(merged_BTD, packed, AttentionMode(attention == "sparse", indexer_loss))
+        return MtpOutput(layer.shared_head.norm(result.hidden_BTD), result.indexer_kl, result.router.load_E,
+                         result.router.balance_loss)
+
+    @torch.inference_mode()
+    def ragged(self, ids_M: Tensor, positions_M: Tensor, slots_M: Tensor, cache: SlotCache, rows: Tensor | None = None,
+               attention: Attention = "sparse") -> Tensor:
+        """Prefill and decode tokens in one call -> logits fp32 [rows or M, W].
+
+        Token m is written at ``cache[slots[m], positions[m]]`` and attends to that slot up to itself; in each layer all
+        keys are appended before any token attends, so the tokens of one slot may be a chunk of its prompt. ``rows``
+        are the indices into M whose logits are wanted. A slot is filled and read with one kind of ``attention``.
+        """
+        hidden_MD = self.model.embed_tokens(ids_M)
+        cos_MR2, sin_MR2 = self._rotary(positions_M, hidden_MD.dtype)
+        sparse = attention == "sparse" and cache.max_length > self.config.index_topk
+        step = RaggedStep(cos_MR2, sin_MR2, slots_M, positions_M, (positions_M + 1).int(), sparse)
+        shared: Sequence[Tensor | None] = [None]
+        for layer, latent_PSK, index_keys_PSX in zip(self._decoder_layers(), cache.latent_LPSK, cache.index_keys_LPSX,
+                                                     strict=True):
+            hidden_MD, shared = layer.ragged(hidden_MD, step, latent_PSK, index_keys_PSX, shared)
+        if rows is not None:
+            hidden_MD = hidden_MD[rows]
+        return self.lm_head(self.model.norm(hidden_MD)).float()
+
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return list(self.model.layers)[: self.config.num_hidden_layers]
+
+    def _mtp_layer(self) -> MtpLayer:
+        layer = self.model.layers[-1]
+        if not isinstance(layer, MtpLayer):
+            raise ValueError("num_nextn_predict_layers=0: this model has no MTP layer; build or load one that has")
+        return layer
+
+    def _packed(self, ids_BT: Tensor, positions_BT: Tensor | None, documents_BT: Tensor | None) -> PackedRows:
+        if positions_BT is None:
+            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand(ids_BT.shape)
+        cos_BTR2, sin_BTR2 = self._rotary(positions_BT, self.model.embed_tokens.weight.dtype)
+        return PackedRows(cos_BTR2, sin_BTR2, documents_BT, (ids_BT.shape[0], ids_BT.shape[1]))
+
+    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return rotary_tables(positions, self.config.qk_rope_head_dim, self.config.rope_theta, dtype)
+
+
+def _summarise(routers: list[RouterStatistics], experts: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    if not routers:
+        return like.new_zeros(0, experts, dtype=torch.float32), like.new_zeros((), dtype=torch.float32)
+    load_LE = torch.stack([router.load_E for router in routers])
+    return load_LE, torch.stack([router.balance_loss for router in routers]).mean()

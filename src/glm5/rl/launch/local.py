@@ -1,0 +1,161 @@
+"""The services of one run as processes of this machine: engine, gateway, one task service per taskset, orchestrator.
+
+``RolloutStack`` starts them together, keeps them alive (``tend``), runs evaluations over them and stops them in order:
+orchestrator, task services, gateway, engine. Every service keeps its URL through restarts. A restarted engine loads the
+newest weights it may: those that ``LATEST`` names, or those of the last ``update_weights``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from glm5.errors import EngineError, TaskError
+from glm5.records import Episode
+from glm5.rl.config import RLConfig
+from glm5.rl.episodes import EpisodeRunner, list_tasks
+from glm5.rl.supervisor import ServiceSpec, Supervisor
+from glm5.rl.weights import latest, verify
+from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
+
+TEND_PERIOD_S = 0.25
+
+
+class RolloutStack:
+    """Services around the checkpoint ``engine_dir``; use as a context manager from the main thread.
+
+    With ``orchestrate`` an orchestrator runs too and the engine follows the versions published in ``run_dir``.
+    """
+
+    def __init__(self, config: RLConfig, engine_dir: Path, run_dir: Path, *, weight_version: int = 0,
+                 orchestrate: bool = False) -> None:
+        self.config, self.run_dir = config, run_dir
+        self._engine_dir, self._weight_version, self._orchestrate = engine_dir, weight_version, orchestrate
+        self._log = RunLog(run_dir)
+        self._supervisor = Supervisor(run_dir, self._log.event)
+        self._http = httpx.Client(timeout=30, trust_env=False)
+        self.engine_url = self.gateway_url = ""
+        self.service_urls: dict[str, str] = {}
+
+    def __enter__(self) -> RolloutStack:
+        self._supervisor.__enter__()
+        try:
+            self.engine_url = self._supervisor.add(ServiceSpec("engine", "/health_generate", self._engine_arguments))
+            self.gateway_url = self._supervisor.add(ServiceSpec("gateway", "/health", self._gateway_arguments))
+            register: list[str] = []
+            if self._orchestrate:
+                write_atomic(self.run_dir / "config.json", json.dumps(dataclasses.asdict(self.config), indent=1) + "\n")
+                register = ["--register", self._add_orchestrator()]
+            for taskset in self.config.tasksets:
+                arguments = ["env", "serve", taskset, "--sandbox", self.config.sandbox, *register,
+                             "--capacity", str(self.config.concurrency)]
+                self.service_urls[taskset] = self._supervisor.add(
+                    ServiceSpec(f"tasks-{taskset}", "/info", lambda arguments=arguments: arguments))
+            self._supervisor.wait_until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+        self._supervisor.__exit__()
+
+    def tend(self) -> None:
+        """Restart what died. Call often. Raises ServiceError when something dies again and again."""
+        self._supervisor.tend()
+
+    def state(self) -> dict[str, str]:
+        """State of each service."""
+        return self._supervisor.state()
+
+    def update_weights(self, directory: Path, version: int) -> None:
+        """Load a checkpoint into the engine and wait for it. Raises EngineError when it is refused."""
+        answer = self._http.post(f"{self.engine_url}/update_weights_from_disk",
+                                 json={"model_path": str(directory.resolve()), "weight_version": version})
+        if answer.status_code != 200 or not answer.json().get("success"):
+            raise EngineError(f"{self.engine_url}: did not load {directory}: {answer.text[:300]}")
+        self._engine_dir, self._weight_version = directory, version
+
+    def engine_stats(self) -> dict[str, Any]:
+        """``GET /stats`` of the engine; empty while it does not answer."""
+        try:
+            answer = self._http.get(f"{self.engine_url}/stats", timeout=2)
+            stats: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
+            return stats
+        except httpx.HTTPError:
+            return {}
+
+    def evaluate(self, tasksets: Sequence[str] | None = None, *, split: str = "heldout", count: int | None = None,
+                 temperature: float | None = None, label: str = "evaluation") -> list[Episode]:
+        """One episode for each of the first ``count`` tasks of a split of every taskset.
+
+        Infrastructure failures are run again, as in training. Raises TaskError when a task service does not list its
+        tasks, ServiceError when a service cannot be kept alive.
+        """
+        names = list(tasksets or self.config.tasksets)
+        count = self.config.evaluation_count if count is None else count
+        temperature = self.config.evaluation_temperature if temperature is None else temperature
+        with progress_bar(label, count * len(names), "episodes") as bar:
+            return asyncio.run(self._evaluate(names, split, count, temperature, label, bar))
+
+    async def _evaluate(self, names: list[str], split: str, count: int, temperature: float, label: str,
+                        bar: ProgressBar) -> list[Episode]:
+        tending = asyncio.create_task(self._tend_for_ever())
+        slots = asyncio.Semaphore(self.config.concurrency)
+        done = 0
+        async with EpisodeRunner(self.config, self.gateway_url, temperature) as runner:
+            async def one(taskset: str, task_id: str, index: int) -> Episode:
+                nonlocal done
+                episode_id = f"{label}-{split}-{self._weight_version}-{taskset}-{index}"
+                async with slots:
+                    attempts = await runner.attempts(lambda: self.service_urls[taskset], taskset=taskset, task_id=task_id,
+                                                     group_id=label, episode_id=episode_id)
+                done += 1
+                bar.advance(done, done)
+                return attempts[-1]
+
+            try:
+                tasks = [(name, task_id, index) for name in names for index, task_id in enumerate(
+                    await list_tasks(runner.http, self.service_urls[name], name, split, 0, count))]
+                if not tasks:
+                    raise TaskError(f"{', '.join(names)}: the task services list no {split} tasks")
+                running = [asyncio.create_task(one(*task)) for task in tasks]
+                finished = asyncio.gather(*running)
+                await asyncio.wait({finished, tending}, return_when=asyncio.FIRST_COMPLETED)
+                if tending.done() and not finished.done():
+                    finished.cancel()
+                    tending.result()
+                return list(await finished)
+            finally:
+                tending.cancel()
+
+    async def _tend_for_ever(self) -> None:
+        while True:
+            self.tend()
+            await asyncio.sleep(TEND_PERIOD_S)
+
+    def _engine_arguments(self) -> list[str]:
+        directory, version = self._engine_dir, self._weight_version
+        published = latest(self.run_dir) if self._orchestrate else None
+        if published is not None and published.version > version:
+            verify(published)
+            directory, version = published.directory, published.version
+        config = self.config
+        return ["serve", str(directory), "--weight-version", str(version), "--max-slots", str(config.concurrency),
+                "--max-context", str(config.max_context), "--threads", str(config.engine_threads)]
+
+    def _gateway_arguments(self) -> list[str]:
+        return ["gateway", "--engine", self.engine_url, "--tokenizer", str(self._engine_dir),
+                "--store", str(self.run_dir / "turns.sqlite")]
+
+    def _add_orchestrator(self) -> str:
+        arguments = ["orchestrator", str(self.run_dir / "config.json"), "--run-dir", str(self.run_dir),
+                     "--gateway-url", self.gateway_url]
+        return self._supervisor.add(ServiceSpec("orchestrator", "/health", lambda: arguments))

@@ -1,0 +1,162 @@
+"""Text generation and chat from the command line, over a checkpoint directory or the URL of a server.
+
+Both kinds of target take the same OpenAI request body and give the same events, so there is one way to print an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from glm5.engine.config import EngineConfig
+from glm5.errors import Glm5Error, ServiceError
+from glm5.records import SamplingParams
+
+_CONNECT_S, _READ_S = 10.0, 600.0
+_HELP = "Type a message; /clear starts over, /exit (or end of input) leaves."
+
+
+class Target(Protocol):
+    """Something that answers streaming OpenAI requests."""
+
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Events of ``POST path``; ``model`` and ``stream`` are filled in. Raises Glm5Error."""
+
+
+def generate_text(target: str | Path, prompt: str, params: SamplingParams) -> Iterator[str]:
+    """Pieces of the continuation of ``prompt`` by ``target``, a checkpoint directory or a server's URL."""
+    body = {"prompt": prompt, "max_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p,
+            "top_k": params.top_k, "seed": params.seed}
+    with open_target(target) as opened:
+        for event in opened.events("/v1/completions", body):
+            for choice in event["choices"]:
+                if choice["text"]:
+                    yield choice["text"]
+
+
+def chat_loop(target: str | Path, temperature: float = 0.7, thinking: bool = True, read: Callable[[str], str] = input,
+              write: Callable[[str], None] = lambda text: print(text, end="", flush=True)) -> None:
+    """Talk to ``target`` until the input ends. ``read`` asks with a prompt, ``write`` shows a piece of text."""
+    messages: list[dict[str, Any]] = []
+    with open_target(target) as opened:
+        write(_HELP + "\n")
+        while True:
+            try:
+                text = read("> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                write("\n")
+                return
+            if text == "/exit":
+                return
+            if text == "/clear":
+                messages.clear()
+            elif text:
+                messages.append({"role": "user", "content": text})
+                body = {"messages": messages, "temperature": temperature, "enable_thinking": thinking}
+                try:
+                    messages.append(_show_answer(opened.events("/v1/chat/completions", body), write))
+                except Glm5Error as error:  # too long, say: the conversation goes on without this message
+                    messages.pop()
+                    write(f"error: {error}\n")
+
+
+@contextmanager
+def open_target(target: str | Path) -> Iterator[Target]:
+    """The target as a stream of events; a directory is loaded here and released at the end."""
+    if str(target).startswith(("http://", "https://")):
+        timeout = httpx.Timeout(_READ_S, connect=_CONNECT_S)
+        with httpx.Client(base_url=str(target).rstrip("/").removesuffix("/v1"), timeout=timeout) as client:
+            yield _Remote(client)
+        return
+    from glm5.engine.engine import Engine
+    from glm5.serve.app import check_vocabulary
+    from glm5.tokenizer.bpe import load_tokenizer
+
+    tokenizer = load_tokenizer(target)
+    with Engine.from_directory(target, tokenizer.stop_ids, EngineConfig(max_slots=1)) as engine, asyncio.Runner() as runner:
+        check_vocabulary(tokenizer, engine.vocab_size, Path(target))
+
+        def start(path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+            from glm5.serve.openai import answer_events, parse_chat, parse_completion
+
+            wanted = (parse_chat(body, tokenizer, "local", engine.max_context) if path.endswith("chat/completions")
+                      else parse_completion(body, tokenizer, "local"))
+            return answer_events(wanted, tokenizer, engine.submit(wanted.ids, wanted.params))
+
+        yield _Local(start, runner)
+
+
+class _Local:
+    """An engine in this process."""
+
+    def __init__(self, start: Callable[[str, dict[str, Any]], AsyncIterator[bytes]], runner: asyncio.Runner) -> None:
+        self._start, self._runner = start, runner
+
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        stream = self._start(path, {**body, "model": "local", "stream": True})
+        while (event := self._runner.run(_next(stream))) is not None:
+            yield from _decode(event.decode())
+
+
+class _Remote:
+    """A server that speaks the OpenAI API."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+        self._model: str | None = None
+
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        try:
+            if self._model is None:
+                self._model = str(self._client.get("/v1/models").raise_for_status().json()["data"][0]["id"])
+            with self._client.stream("POST", path, json={**body, "model": self._model, "stream": True}) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise ServiceError(f"{response.url}: status {response.status_code}: {_error_text(response)}")
+                for line in response.iter_lines():
+                    yield from _decode(line)
+        except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+            raise ServiceError(f"{self._client.base_url}: {type(error).__name__}: {error}; is a server running there?") from None
+
+
+async def _next(stream: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(stream, None)
+
+
+def _decode(line: str) -> Iterator[dict[str, Any]]:
+    """The JSON of one ``data:`` line, if it is one. Raises ServiceError for an error event."""
+    text = line.strip().removeprefix("data: ")
+    if not line.startswith("data: ") or text == "[DONE]":
+        return
+    event = json.loads(text)
+    if "error" in event:
+        raise ServiceError(event["error"]["message"])
+    yield event
+
+
+def _error_text(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]
+
+
+def _show_answer(events: Iterator[dict[str, Any]], write: Callable[[str], None]) -> dict[str, Any]:
+    """Write an answer as it arrives; the assistant message for the history."""
+    message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": ""}
+    for event in events:
+        for choice in event["choices"]:
+            for key in ("reasoning_content", "content"):
+                piece = choice["delta"].get(key) or ""
+                if piece and key == "content" and message["reasoning_content"] and not message["content"]:
+                    write("\n\n")
+                message[key] += piece
+                write(piece)
+    write("\n")
+    return message

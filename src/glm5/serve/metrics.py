@@ -1,0 +1,55 @@
+"""Counters of the HTTP layer and the ``/metrics`` page in Prometheus' text format."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the engine module loads torch
+    from glm5.engine.engine import EngineStats
+
+_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_COUNTERS = {"busy_s": "seconds in which the engine computed", "steps": "steps of the engine", "generated_tokens": "sampled tokens",
+             "prefilled_tokens": "prompt tokens computed", "cached_tokens": "prompt tokens found in the prefix cache",
+             "weight_updates": "weight sets swapped in"}
+_GAUGES = {"uptime_s": "seconds since the start", "running": "sequences with a slot", "queued": "sequences that wait for one",
+           "weight_version": "version of the weights in force", "is_paused": "1 while paused", "cache_bytes": "memory of the key cache"}
+
+
+class Metrics:
+    """Requests by path and status, and their durations. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self._requests: dict[tuple[str, int], int] = defaultdict(int)
+        self._buckets: dict[str, list[int]] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def observe(self, path: str, status: int, seconds: float) -> None:
+        """One request to the route ``path`` ended with ``status`` after ``seconds``."""
+        self._requests[path, status] += 1
+        self._seconds[path] += seconds
+        buckets = self._buckets.setdefault(path, [0] * (len(_BOUNDS_S) + 1))
+        buckets[bisect_left(_BOUNDS_S, seconds)] += 1
+
+    def render(self, stats: EngineStats) -> str:
+        """The page."""
+        lines: list[str] = []
+        values = asdict(stats)
+        for kind, table in (("counter", _COUNTERS), ("gauge", _GAUGES)):
+            for name, meaning in table.items():
+                full = f"glm5_{name}_total" if kind == "counter" else f"glm5_{name}"
+                lines += [f"# HELP {full} {meaning}", f"# TYPE {full} {kind}", f"{full} {float(values[name]):g}"]
+        lines += ["# HELP glm5_http_requests_total requests by route and status", "# TYPE glm5_http_requests_total counter"]
+        lines += [f'glm5_http_requests_total{{path="{path}",status="{status}"}} {count}'
+                  for (path, status), count in sorted(self._requests.items())]
+        lines += ["# HELP glm5_http_request_seconds duration of requests", "# TYPE glm5_http_request_seconds histogram"]
+        for path, buckets in sorted(self._buckets.items()):
+            total = 0
+            for bound, count in zip((*_BOUNDS_S, "+Inf"), buckets, strict=True):
+                total += count
+                lines.append(f'glm5_http_request_seconds_bucket{{path="{path}",le="{bound}"}} {total}')
+            lines.append(f'glm5_http_request_seconds_sum{{path="{path}"}} {self._seconds[path]:g}')
+            lines.append(f'glm5_http_request_seconds_count{{path="{path}"}} {total}')
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,44 @@
+import dataclasses
+import json
+
+import pytest
+
+from glm5.config import build_config
+from glm5.errors import ConfigError
+from glm5.rl.config import RLConfig, read_rl_config
+
+
+def test_synchronous_mode_is_the_same_configuration_with_no_run_ahead():
+    config = RLConfig(name="r", tasksets={"calculator": 1.0}, publish_every=2, max_staleness=3, pacing_eta=2)
+    assert (config.eta, config.tau, config.publication_interval) == (2, 3, 2)
+    sync = dataclasses.replace(config, mode="sync")
+    assert (sync.eta, sync.tau, sync.publication_interval) == (0, 0, 1)
+
+
+def test_a_staleness_bound_that_would_drop_everything_is_refused():
+    with pytest.raises(ConfigError, match=r"max_staleness=1 is below pacing_eta \+ publish_every - 1 = 3"):
+        RLConfig(name="r", tasksets={"calculator": 1.0}, publish_every=3, max_staleness=1)
+
+
+@pytest.mark.parametrize("wrong", [{"group_size": 1}, {"temperature": 0.0}, {"eps_low": 0.0}, {"tasksets": {}},
+                                   {"tasksets": {"shell": 0.0}}, {"steps": 0}, {"max_attempts": 0}])
+def test_values_out_of_range_are_named(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        RLConfig(**{"name": "r", "tasksets": {"calculator": 1.0}, **wrong})
+
+
+def test_an_unknown_key_is_one_line_with_a_suggestion():
+    with pytest.raises(ConfigError, match=r"rl.toml: group_sizes: unknown key; did you mean 'group_size'\?"):
+        build_config(RLConfig, {"name": "r", "tasksets": {"calculator": 1}, "group_sizes": 4}, "rl.toml")
+
+
+def test_the_resolved_configuration_reads_back_the_same(tmp_path):
+    config = RLConfig(name="r", tasksets={"calculator": 1.0, "shell": 2.0}, steps=3)
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    assert read_rl_config(tmp_path / "config.json") == config
+
+
+def test_a_torn_configuration_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"name": ')
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_rl_config(tmp_path / "config.json")

@@ -1,0 +1,47 @@
+"""Stage configuration: what is refused, and in which words; the shipped files are valid."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm5.config import build_config, load_config
+from glm5.errors import ConfigError
+from glm5.train.config import RECIPES, StageConfig
+
+NANO = Path(__file__).parents[2] / "configs" / "nano"
+MINIMAL = {"stage": "pretrain", "name": "p", "tokenizer": "t", "steps": 3}
+
+
+def test_an_unknown_key_is_named_with_a_near_one():
+    with pytest.raises(ConfigError, match=r"nano.toml: optimizer.lrr: unknown key; did you mean 'lr'"):
+        build_config(StageConfig, {**MINIMAL, "optimizer": {"lrr": 1e-3}}, "nano.toml")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"steps": 0}, "steps=0"),
+    ({"tokenizer": ""}, "tokenizer"),
+    ({"stage": "sft"}, "data.conversations"),
+    ({"stage": "dsa-warmup", "train_indexer": False}, "train_indexer"),
+    ({"schedule": {"warmup_steps": 4}}, "warmup_steps=4 exceeds steps=3"),
+    ({"evaluation": {"patience": 2}}, "patience=2"),
+    ({"optimizer": {"lr": -1.0}}, "lr=-1.0"),
+    ({"data": {"held_out_fraction": 0.0}}, "held_out_rows"),
+    ({"stage": "pre-train"}, "stage"),
+])
+def test_a_wrong_value_is_refused_in_one_line(change, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_config(StageConfig, {**MINIMAL, **change}, "nano.toml")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", RECIPES)
+def test_every_shipped_stage_file_is_valid(stage):
+    config = load_config(StageConfig, NANO / f"{stage}.toml")
+    assert config.stage == config.name == stage
+
+
+def test_the_configuration_needs_no_torch():
+    program = "import sys, glm5.train.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
