@@ -28,7 +28,8 @@ TOOLS = [{"type": "function", "function": {
     "name": "add", "description": "Adds.",
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"},
                                                      "note": {"type": "string"}}}}}]
-CALL = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>2</arg_value></tool_call>"
+CALL = ("<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>"
+        "<arg_key>b</arg_key><arg_value>2</arg_value></tool_call>")
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,12 @@ as such, the stop token is the last) or an object with ``text`` and any of: ``sp
 split that no encoder makes), ``delay_s``, ``status`` (an HTTP error), ``answer`` (the raw JSON to return).
 ``POST /script`` sets the replies, the context length and the weight version; ``GET /log`` lists what was asked.
 
-Started as a program: ``python scripted_engine.py TOKENIZER_DIR READY_FILE``.
+Started as a program: ``python scripted_engine.py TOKENIZER_DIR READY_FILE [PORT]``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,4 +113,5 @@ class ScriptedEngine:
 
 if __name__ == "__main__":
     die_with_parent()
-    serve_app(ScriptedEngine(load_tokenizer(sys.argv[1])).app(), ready_file=Path(sys.argv[2]))
+    chosen_port = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    serve_app(ScriptedEngine(load_tokenizer(sys.argv[1])).app(), port=chosen_port, ready_file=Path(sys.argv[2]))

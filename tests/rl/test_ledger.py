@@ -145,9 +145,8 @@ def test_a_wrong_number_of_slots_stores_nothing(ledger):
     ledger.open_group("g", taskset="shell", task_id="t", task_index=0, size=3)
     with pytest.raises(ServiceError, match="1 slots ended, expected 3"):
         ledger.close_group("g", [[make_episode("g", 0)]])
-    ledger.drop("g", "cancelled")
-    with pytest.raises(ServiceError, match="not open or ready"):
-        ledger.drop("g", "cancelled")
+    assert ledger.drop_open_groups("cancelled") == 1
+    assert ledger.counts().dropped_groups == {"cancelled": 1}
 
 
 def test_a_database_error_is_one_line_and_undone(ledger):

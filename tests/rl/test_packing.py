@@ -15,7 +15,8 @@ def make_batch(lengths):
                                 logprobs=[-float(t) if on else 0.0 for t, on in enumerate(mask)])
         samples.append(Sample(sample_id=f"e{index}/0", episode_id=f"e{index}", group_id="g", taskset="t",
                               trajectory=trajectory, advantage=float(index), weight=1.0))
-    return LeasedBatch(1, 0, 1, len(samples), samples, {sample.sample_id: index for index, sample in enumerate(samples)})
+    staleness = {sample.sample_id: index for index, sample in enumerate(samples)}
+    return LeasedBatch(1, 0, 1, len(samples), samples, staleness)
 
 
 @pytest.mark.parametrize("max_tokens", [10, 16, 40, 1000])

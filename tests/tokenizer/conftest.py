@@ -8,8 +8,14 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from glm5.tokenizer import Tokenizer, train_tokenizer
+
+
+# Examples take longer on a busy machine, which is no failure.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")

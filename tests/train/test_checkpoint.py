@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from glm5.train.optimizers import build_optimizer
 
 from .conftest import tiny_model
 
+ROOT = Path(__file__).parents[2]
 OPTIMIZER = OptimizerConfig(lr=0.01)
 
 
@@ -56,12 +58,12 @@ def test_an_incomplete_directory_is_ignored_and_leftovers_of_dead_writers_are_re
     (torn / "meta.json").unlink()
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait(30)
-    folder = tmp_path / "checkpoints"
-    for name in (f"writing-{dead.pid}-000003", f".writing-{dead.pid}-000003.{dead.pid}.tmp", f"writing-{os.getppid()}-000004"):
+    folder, alive = tmp_path / "checkpoints", f"writing-{os.getppid()}-000004"
+    for name in (f"writing-{dead.pid}-000003", f".writing-{dead.pid}-000003.{dead.pid}.tmp", alive):
         (folder / name).mkdir()
         (folder / name / "model.safetensors").write_bytes(b"half")
     assert latest_checkpoint(tmp_path) == whole
-    assert sorted(path.name for path in folder.iterdir()) == ["000001", "000002", f"writing-{os.getppid()}-000004"]
+    assert sorted(path.name for path in folder.iterdir()) == ["000001", "000002", alive]
 
 
 def test_pruning_keeps_the_newest_and_the_named_ones(tmp_path):
@@ -87,7 +89,8 @@ write(Path(sys.argv[1]), 1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
 write(Path(sys.argv[1]), 2)
 """
-    result = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
+                            timeout=120)
     assert "CheckpointError" in result.stderr.splitlines()[-1], result.stderr
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000001"]
     assert latest_checkpoint(tmp_path) == checkpoint_path(tmp_path, 1)

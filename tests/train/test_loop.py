@@ -22,6 +22,7 @@ from glm5.train.optimizers import build_optimizer
 
 from .conftest import packed_batch, tiny_model
 
+ROOT = Path(__file__).parents[2]
 CONFIG = StageConfig(
     stage="pretrain", name="p", tokenizer="t", steps=12, batch_rows=4, length=24, mtp_steps=2, checkpoint_every=3,
     bias_rate=0.05, optimizer=OptimizerConfig(lr=0.01), schedule=ScheduleConfig(kind="cosine", warmup_steps=2))
@@ -68,8 +69,9 @@ def run_slowly(run_dir, tokenizer_dir):
 def test_a_killed_run_continues_with_the_curve_of_an_uninterrupted_one(tmp_path, tokenizer_dir):
     straight = training(tmp_path / "straight", tokenizer_dir)
     final = straight.run(batches(0))
-    program = f"from tests.train.test_loop import run_slowly; run_slowly({str(tmp_path / 'killed')!r}, {str(tokenizer_dir)!r})"
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    program = "import sys; from tests.train.test_loop import run_slowly; run_slowly(*sys.argv[1:])"
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "killed"), str(tokenizer_dir)],
+                               cwd=ROOT, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while len(read_jsonl(tmp_path / "killed" / "metrics.jsonl")) < 8 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -103,7 +105,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_kept_and_counted(tmp_p
     with pytest.raises(ConfigError, match=r"2 steps .* not finite .* lower optimizer.lr"):
         run.run(batches(0))
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
-    assert [path.name for path in sorted((tmp_path / "skipped").iterdir())] == ["000001.safetensors", "000002.safetensors"]
+    kept = sorted(path.name for path in (tmp_path / "skipped").iterdir())
+    assert kept == ["000001.safetensors", "000002.safetensors"]
     assert [event["kind"] for event in read_jsonl(tmp_path / "events.jsonl")] == ["step_skipped", "step_skipped"]
 
 

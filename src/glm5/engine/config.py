@@ -34,10 +34,14 @@ class EngineConfig:
     """Seeds requests that carry none; None draws from the operating system, so that replicas differ."""
 
     def __post_init__(self) -> None:
-        for name in ("max_slots", "prefill_chunk", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1; raise it")
+        counts = {"max_slots": self.max_slots, "prefill_chunk": self.prefill_chunk, "max_waiting": self.max_waiting}
+        for name, value in counts.items():
+            if value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1; raise it")
         if self.max_context != 0 and self.max_context < 2:
-            raise ConfigError(f"max_context={self.max_context}: must hold a prompt and an answer; give at least 2, or 0 for the model's")
+            raise ConfigError(
+                f"max_context={self.max_context}: must hold a prompt and an answer; give at least 2, "
+                "or 0 for the model's"
+            )
         if self.threads < 0:
             raise ConfigError(f"threads={self.threads}: must be 0 (automatic) or positive; correct it")

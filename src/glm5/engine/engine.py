@@ -1,9 +1,10 @@
 """The engine: a thread that runs steps, and the doors through which other threads reach it.
 
-Everything that changes scheduling state happens on the engine's thread between two steps: submissions, aborts and weight swaps
-arrive through one inbox. New weights are loaded and verified beside the running ones and then take their place at a step
-boundary; every token carries the version that sampled it. Running sequences continue with the keys they have; keys of an older version are
-never given to a new request. Whatever fails while loading leaves the old weights in place.
+Everything that changes scheduling state happens on the engine's thread between two steps: submissions, aborts and
+weight swaps arrive through one inbox. New weights are loaded and verified beside the running ones and then take their
+place at a step boundary; every token carries the version that sampled it. Running sequences continue with the keys
+they have; keys of an older version are never given to a new request. Whatever fails while loading leaves the old
+weights in place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +71,15 @@ class WeightUpdate:
 class Engine:
     """Continuous batching over one model. Thread-safe; ``close`` it, or use it as a context manager."""
 
-    def __init__(self, model: GlmMoeDsaForCausalLM, stop_ids: SequenceOf[int], config: EngineConfig | None = None, *,
-                 weight_version: int = 0, model_path: str = "") -> None:
+    def __init__(
+        self,
+        model: GlmMoeDsaForCausalLM,
+        stop_ids: SequenceOf[int],
+        config: EngineConfig | None = None,
+        *,
+        weight_version: int = 0,
+        model_path: str = "",
+    ) -> None:
         self.config = config or EngineConfig()
         self.vocab_size = model.config.vocab_size
         self.max_context = self.config.max_context or model.config.max_position_embeddings
@@ -94,8 +103,13 @@ class Engine:
         self._thread.start()
 
     @classmethod
-    def from_directory(cls, directory: str | Path, stop_ids: SequenceOf[int], config: EngineConfig | None = None,
-                       weight_version: int = 0) -> Engine:
+    def from_directory(
+        cls,
+        directory: str | Path,
+        stop_ids: SequenceOf[int],
+        config: EngineConfig | None = None,
+        weight_version: int = 0,
+    ) -> Engine:
         """An engine over the checkpoint in ``directory``. Raises CheckpointError as ``load_model`` does."""
         config = config or EngineConfig()
         return cls(_load(directory, config), stop_ids, config, weight_version=weight_version, model_path=str(directory))
@@ -111,8 +125,14 @@ class Engine:
         """Version of the weights in force."""
         return self._cache.version
 
-    def submit(self, ids: list[int], params: SamplingParams | None = None, *, session_id: str | None = None,
-               prompt_logprobs: bool = False) -> Generation:
+    def submit(
+        self,
+        ids: list[int],
+        params: SamplingParams | None = None,
+        *,
+        session_id: str | None = None,
+        prompt_logprobs: bool = False,
+    ) -> Generation:
         """Queue a request. Raises InvalidRequestError, ContextLengthError or EngineClosedError at once; a full queue fails the handle."""
         params = params or SamplingParams()
         prompt = check_prompt(ids, self.vocab_size, self.max_context)
@@ -123,10 +143,16 @@ class Engine:
             self._next_id += 1
             request_id = self._next_id
         stop_ids = self._stop_ids if params.stop_token_ids is None else frozenset(params.stop_token_ids)
-        sequence = Sequence(request_id=request_id, prompt=prompt, params=params, stop_ids=stop_ids,
-                            seed=self._seed_base + request_id if params.seed is None else params.seed,
-                            max_new_tokens=min(params.max_new_tokens, self.max_context - len(prompt)),
-                            session_id=session_id, wants_prompt_logprobs=prompt_logprobs)
+        sequence = Sequence(
+            request_id=request_id,
+            prompt=prompt,
+            params=params,
+            stop_ids=stop_ids,
+            seed=self._seed_base + request_id if params.seed is None else params.seed,
+            max_new_tokens=min(params.max_new_tokens, self.max_context - len(prompt)),
+            session_id=session_id,
+            wants_prompt_logprobs=prompt_logprobs,
+        )
         generation = Generation(sequence, self.abort)
         self._post(lambda: self._enter(generation))
         if self._is_closed:  # the thread may have looked into the inbox for the last time before the post
@@ -152,15 +178,23 @@ class Engine:
         with self._update_lock:
             try:
                 if version < self.weight_version:
-                    raise EngineError(f"weight_version {version}: lower than {self.weight_version}, which is in force; versions only grow")
+                    raise EngineError(
+                        f"weight_version {version}: lower than {self.weight_version}, which is in force; versions only grow"
+                    )
                 shadow = _load(directory, self.config)
                 _check_replacement(self._runner.model, shadow, directory)
                 self._call(lambda: self._swap(shadow, version, str(directory)), timeout_s)
             except (Glm5Error, OSError, ValueError, RuntimeError, KeyError, TimeoutError) as error:
                 message = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
-                return WeightUpdate(success=False, message=f"{message}; version {self.weight_version} stays in force",
-                                    weight_version=self.weight_version, load_ms=(time.perf_counter() - start) * 1e3)
-        return WeightUpdate(success=True, message="", weight_version=version, load_ms=(time.perf_counter() - start) * 1e3)
+                return WeightUpdate(
+                    success=False,
+                    message=f"{message}; version {self.weight_version} stays in force",
+                    weight_version=self.weight_version,
+                    load_ms=(time.perf_counter() - start) * 1e3,
+                )
+        return WeightUpdate(
+            success=True, message="", weight_version=version, load_ms=(time.perf_counter() - start) * 1e3
+        )
 
     def ping(self, timeout_s: float) -> None:
         """Return once the engine's thread has reached a step boundary. Raises EngineError past the deadline or after the end."""
@@ -171,10 +205,19 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot; its numbers may stem from neighbouring steps."""
         return EngineStats(
-            busy_s=self._busy_s, uptime_s=time.monotonic() - self._started, steps=self._steps, generated_tokens=self._generated,
-            prefilled_tokens=self._prefilled, cached_tokens=self._reused, running=self._scheduler.num_running,
-            queued=self._scheduler.num_waiting, weight_version=self.weight_version, weight_updates=self._updates,
-            is_paused=self._is_paused, cache_bytes=self._runner.cache_bytes)
+            busy_s=self._busy_s,
+            uptime_s=time.monotonic() - self._started,
+            steps=self._steps,
+            generated_tokens=self._generated,
+            prefilled_tokens=self._prefilled,
+            cached_tokens=self._reused,
+            running=self._scheduler.num_running,
+            queued=self._scheduler.num_waiting,
+            weight_version=self.weight_version,
+            weight_updates=self._updates,
+            is_paused=self._is_paused,
+            cache_bytes=self._runner.cache_bytes,
+        )
 
     def close(self, timeout_s: float = 10) -> None:
         """Abort what is unfinished and end the thread."""
@@ -313,15 +356,27 @@ class Engine:
             return result
         rows = zip(result.sequences, result.logprobs, strict=True)
         broken = {sequence.request_id for sequence, logprob in rows if not math.isfinite(logprob)}
-        broken |= {sequence.request_id for (sequence, _), total in zip(result.prompt_logprobs, sums, strict=True) if not math.isfinite(total)}
+        broken |= {
+            sequence.request_id
+            for (sequence, _), total in zip(result.prompt_logprobs, sums, strict=True)
+            if not math.isfinite(total)
+        }
         for request_id in broken:
-            self._stop(request_id, None, EngineError(
-                f"request {request_id}: the model produced logits that are not finite under weight version {self.weight_version}; "
-                "load other weights"))
+            self._stop(
+                request_id,
+                None,
+                EngineError(
+                    f"request {request_id}: the model produced logits that are not finite under weight version {self.weight_version}; "
+                    "load other weights"
+                ),
+            )
         kept = [row for row, sequence in enumerate(result.sequences) if sequence.request_id not in broken]
-        return StepResult([result.sequences[row] for row in kept], [result.ids[row] for row in kept],
-                          [result.logprobs[row] for row in kept],
-                          [item for item in result.prompt_logprobs if item[0].request_id not in broken])
+        return StepResult(
+            [result.sequences[row] for row in kept],
+            [result.ids[row] for row in kept],
+            [result.logprobs[row] for row in kept],
+            [item for item in result.prompt_logprobs if item[0].request_id not in broken],
+        )
 
     def _publish(self, generations: list[Generation]) -> None:
         wakeups: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
@@ -332,8 +387,8 @@ class Engine:
 
 
 def _load(directory: str | Path, config: EngineConfig) -> GlmMoeDsaForCausalLM:
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    return load_model(directory, dtype=dtype, device=config.device)
+    dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    return load_model(directory, dtype=dtypes[config.dtype], device=config.device)
 
 
 def _check_replacement(model: GlmMoeDsaForCausalLM, shadow: GlmMoeDsaForCausalLM, directory: str | Path) -> None:
@@ -341,7 +396,9 @@ def _check_replacement(model: GlmMoeDsaForCausalLM, shadow: GlmMoeDsaForCausalLM
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     tensors = shadow.state_dict()
     if {name: tensor.shape for name, tensor in tensors.items()} != expected:
-        raise CheckpointError(f"{directory}: its shapes differ from those of the model being served; start another server for it")
+        raise CheckpointError(
+            f"{directory}: its shapes differ from those of the model being served; start another server for it"
+        )
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"{directory}: {name} has values that are not finite; publish good weights")

@@ -1,7 +1,7 @@
 """The caller's side of a request: wait for it, stream it, abort it, from any thread or event loop. Free of torch.
 
-The engine's thread appends to the sequence and then looks for a listener; a reader installs its listener and then looks at the
-sequence. Whichever comes second sees the other, so no wake-up is lost and no lock is needed.
+The engine's thread appends to the sequence and then looks for a listener; a reader installs its listener and then
+looks at the sequence. Whichever comes second sees the other, so no wake-up is lost and no lock is needed.
 """
 
 from __future__ import annotations
@@ -50,9 +50,12 @@ class Generation:
                     raise sequence.error
                 known = len(sequence.versions)
                 if known > sent or is_finished:
-                    yield Chunk(output_ids=sequence.output_ids[sent:known], logprobs=sequence.logprobs[sent:known],
-                                weight_versions=sequence.versions[sent:known],
-                                finish_reason=sequence.finish_reason if is_finished else None)
+                    yield Chunk(
+                        output_ids=sequence.output_ids[sent:known],
+                        logprobs=sequence.logprobs[sent:known],
+                        weight_versions=sequence.versions[sent:known],
+                        finish_reason=sequence.finish_reason if is_finished else None,
+                    )
                     sent = known
 
     async def _growth(self, timeout_s: float, every_token: bool) -> AsyncGenerator[bool, None]:
@@ -91,17 +94,25 @@ class Generation:
             wakeups.setdefault(listener[0], []).append(listener[1])
 
     def _too_late(self, timeout_s: float) -> EngineError:
-        return EngineError(f"request {self.sequence.request_id}: not finished after {timeout_s:.0f} s; "
-                           "allow more time or lower the load")
+        return EngineError(
+            f"request {self.sequence.request_id}: not finished after {timeout_s:.0f} s; "
+            "allow more time or lower the load"
+        )
 
     def _completion(self) -> Completion:
         sequence = self.sequence
         if sequence.error is not None:
             raise sequence.error
         assert sequence.finish_reason is not None, "waited for the end"
-        return Completion(output_ids=sequence.output_ids, logprobs=sequence.logprobs, weight_versions=sequence.versions,
-                          finish_reason=sequence.finish_reason, prompt_tokens=len(sequence.prompt),
-                          cached_tokens=sequence.cached_tokens, prompt_logprobs=sequence.prompt_logprobs)
+        return Completion(
+            output_ids=sequence.output_ids,
+            logprobs=sequence.logprobs,
+            weight_versions=sequence.versions,
+            finish_reason=sequence.finish_reason,
+            prompt_tokens=len(sequence.prompt),
+            cached_tokens=sequence.cached_tokens,
+            prompt_logprobs=sequence.prompt_logprobs,
+        )
 
 
 def wake(wakeups: dict[asyncio.AbstractEventLoop, list[asyncio.Event]]) -> None:

@@ -1,12 +1,13 @@
 """Which slot of the key cache a new sequence gets, and how much of its prompt is already there. Pure numpy.
 
-Every slot remembers the ids whose keys it holds, the weight version that computed all of them, and the session that used it
-last. A finished sequence leaves its slot idle but filled. A new one continues in place when an idle slot's content is a prefix
-of its prompt (or belongs to its own session); otherwise the longest shared prefix of any slot, busy or idle, is copied into
-the least valuable idle slot: empty ones first, then those without a session, then the least recently used.
+Every slot remembers the ids whose keys it holds, the weight version that computed all of them, and the session that
+used it last. A finished sequence leaves its slot idle but filled. A new one continues in place when an idle slot's
+content is a prefix of its prompt (or belongs to its own session); otherwise the longest shared prefix of any slot,
+busy or idle, is copied into the least valuable idle slot: empty ones first, then those without a session, then the
+least recently used.
 
-Invariants: a slot is reused only under the version that computed its keys; at least the last prompt token is always computed, since
-its logits are needed; a slot whose keys mix versions is never shared.
+Invariants: a slot is reused only under the version that computed its keys; at least the last prompt token is always
+computed, since its logits are needed; a slot whose keys mix versions is never shared.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class PrefixCache:
     def append_prompt(self, slot: int, ids: np.ndarray) -> None:
         """Keys of ``ids`` were computed behind what ``slot`` held."""
         start = self.lengths[slot]
-        self.ids_SC[slot, start:start + len(ids)] = ids
+        self.ids_SC[slot, start : start + len(ids)] = ids
         self.lengths[slot] = start + len(ids)
 
     def append_tokens(self, slots: np.ndarray, ids: np.ndarray) -> None:

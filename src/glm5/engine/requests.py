@@ -1,7 +1,7 @@
 """What a request is inside the engine, and how one is refused. Free of torch: the HTTP layer reads these too.
 
-A ``Sequence`` is written by the engine's thread alone. Its three output lists only grow and ``versions`` grows last, so a reader
-in another thread may take the first ``len(versions)`` items of each.
+A ``Sequence`` is written by the engine's thread alone. Its three output lists only grow and ``versions`` grows last,
+so a reader in another thread may take the first ``len(versions)`` items of each.
 """
 
 from __future__ import annotations
@@ -102,10 +102,14 @@ def check_prompt(ids: list[int] | np.ndarray, vocab_size: int, max_context: int)
         raise InvalidRequestError(f"input_ids: got {got}, expected a non-empty list of integers; send token ids")
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
         wrong = int(prompt.min()) if int(prompt.min()) < 0 else int(prompt.max())
-        raise InvalidRequestError(f"input_ids: got id {wrong}, expected 0 <= id < {vocab_size}; use this model's tokenizer")
+        raise InvalidRequestError(
+            f"input_ids: got id {wrong}, expected 0 <= id < {vocab_size}; use this model's tokenizer"
+        )
     if len(prompt) >= max_context:
-        raise ContextLengthError(f"This model's maximum context length is {max_context} tokens and the prompt has {len(prompt)}; "
-                                 "shorten the messages or start the server with a larger --max-context")
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_context} tokens and the prompt has {len(prompt)}; "
+            "shorten the messages or start the server with a larger --max-context"
+        )
     return prompt.astype(np.int64)
 
 

@@ -1,8 +1,8 @@
 """The torch side of a step: flat tensors in, sampled ids out.
 
-One call of ``model.ragged`` computes all tokens of a step, whichever sequences they belong to. What the next step of a decoding sequence
-needs (its last id, its sampling parameters, how many tokens it has) stays in arrays by slot, so that a decode step costs a handful of
-array operations however many sequences run.
+One call of ``model.ragged`` computes all tokens of a step, whichever sequences they belong to. What the next step of
+a decoding sequence needs (its last id, its sampling parameters, how many tokens it has) stays in arrays by slot, so
+that a decode step costs a handful of array operations however many sequences run.
 
 Letters: M tokens of the step, B sampled rows, W vocabulary, S slots.
 """
@@ -69,20 +69,28 @@ class Runner:
         ids, positions, slots = decode_ids, self._cache.lengths[decode_slots], decode_slots
         if plan.prefill:
             chunks = plan.prefill
-            ids = np.concatenate([ids, *(chunk.sequence.prompt[chunk.start:chunk.stop] for chunk in chunks)])
+            ids = np.concatenate([ids, *(chunk.sequence.prompt[chunk.start : chunk.stop] for chunk in chunks)])
             positions = np.concatenate([positions, *(np.arange(chunk.start, chunk.stop) for chunk in chunks)])
-            slots = np.concatenate([slots, *(np.full(chunk.stop - chunk.start, chunk.sequence.slot) for chunk in chunks)])
+            slots = np.concatenate(
+                [slots, *(np.full(chunk.stop - chunk.start, chunk.sequence.slot) for chunk in chunks)]
+            )
         sampled = [chunk for chunk in plan.prefill if chunk.is_last and chunk.sequence.max_new_tokens > 0]
         scored = [chunk for chunk in plan.prefill if chunk.sequence.wants_prompt_logprobs]
         rows = self._rows(plan, sampled, scored) if plan.prefill else None
-        logits_BW = self.model.ragged(self._tensor(ids), self._tensor(positions), self._tensor(slots), self._keys,
-                                      None if rows is None else self._tensor(rows), attention=self._attention)
+        logits_BW = self.model.ragged(
+            self._tensor(ids),
+            self._tensor(positions),
+            self._tensor(slots),
+            self._keys,
+            None if rows is None else self._tensor(rows),
+            attention=self._attention,
+        )
         self._cache.append_tokens(decode_slots, decode_ids)
         for chunk in plan.prefill:
-            self._cache.append_prompt(chunk.sequence.slot, chunk.sequence.prompt[chunk.start:chunk.stop])
+            self._cache.append_prompt(chunk.sequence.slot, chunk.sequence.prompt[chunk.start : chunk.stop])
         sequences = plan.decode + [chunk.sequence for chunk in sampled] if sampled else plan.decode
-        new_ids, new_logprobs = self._sample(logits_BW[:len(sequences)], decode_slots, sampled)
-        return StepResult(sequences, new_ids, new_logprobs, self._score(logits_BW[len(sequences):], scored))
+        new_ids, new_logprobs = self._sample(logits_BW[: len(sequences)], decode_slots, sampled)
+        return StepResult(sequences, new_ids, new_logprobs, self._score(logits_BW[len(sequences) :], scored))
 
     def _slots_of(self, decode: list[Sequence]) -> np.ndarray:
         if decode is not self._decoding:
@@ -101,7 +109,9 @@ class Runner:
         spans = [np.arange(chunk.stop - chunk.start) + starts[chunk.sequence.request_id] for chunk in scored]
         return np.concatenate([np.arange(len(plan.decode)), np.array(ends, np.int64), *spans])
 
-    def _sample(self, logits_BW: Tensor, decode_slots: np.ndarray, sampled: list[PrefillChunk]) -> tuple[list[int], list[float]]:
+    def _sample(
+        self, logits_BW: Tensor, decode_slots: np.ndarray, sampled: list[PrefillChunk]
+    ) -> tuple[list[int], list[float]]:
         if not len(logits_BW):
             return [], []
         slots = decode_slots
@@ -109,7 +119,9 @@ class Runner:
             for chunk in sampled:
                 self._register(chunk.sequence)
             slots = np.concatenate([slots, np.array([chunk.sequence.slot for chunk in sampled], np.int64)])
-        settings = RowSettings(self._temperature[slots], self._top_p[slots], self._top_k[slots], self._seed[slots], self._counter[slots])
+        settings = RowSettings(
+            self._temperature[slots], self._top_p[slots], self._top_k[slots], self._seed[slots], self._counter[slots]
+        )
         ids, logprobs = sample(logits_BW, settings)
         new_ids = ids.cpu().numpy()
         self._last_id[slots] = new_ids
@@ -129,9 +141,9 @@ class Runner:
         results: list[tuple[Sequence, list[float]]] = []
         offset = 0
         for chunk in scored:
-            targets = chunk.sequence.prompt[chunk.start + 1:chunk.stop + 1]
+            targets = chunk.sequence.prompt[chunk.start + 1 : chunk.stop + 1]
             temperature = chunk.sequence.params.temperature or 1.0
-            scaled_MW = logits_MW[offset:offset + len(targets)] / temperature
+            scaled_MW = logits_MW[offset : offset + len(targets)] / temperature
             results.append((chunk.sequence, log_probs(scaled_MW, self._tensor(targets)).tolist()))
             offset += chunk.stop - chunk.start
         return results

@@ -1,11 +1,13 @@
 """Choosing the next token of many sequences at once.
 
-Each row uses one uniform number and the inverse of its cumulative distribution, which costs one pass over the vocabulary instead of one random
-number per entry. The uniform of a row is a hash of (its request's seed, how many tokens it has), so a seeded request samples the same
-tokens whatever else is in the batch, in whatever order steps ran.
+Each row uses one uniform number and the inverse of its cumulative distribution, which costs one pass over the
+vocabulary instead of one random number per entry. The uniform of a row is a hash of (its request's seed, how many
+tokens it has), so a seeded request samples the same tokens whatever else is in the batch, in whatever order steps
+ran.
 
-The log-prob of the chosen token is that of ``softmax(logits / temperature)`` over the whole vocabulary, before top-k and top-p cut it:
-what a trainer computes from the same logits. A greedy row (temperature 0) reports the log-prob under the unscaled distribution.
+The log-prob of the chosen token is that of ``softmax(logits / temperature)`` over the whole vocabulary, before top-k
+and top-p cut it: what a trainer computes from the same logits. A greedy row (temperature 0) reports the log-prob
+under the unscaled distribution.
 
 Letters: B rows, W vocabulary.
 """
@@ -104,7 +106,7 @@ def _sample_truncated(weights_BW: Tensor, uniform: Tensor, top_k: np.ndarray, to
     """
     width = weights_BW.shape[-1]
     limit = np.where(top_k > 0, np.minimum(top_k, width), width)
-    sorted_BW, order_BW = weights_BW.sort(-1, descending=True, stable=True)
+    sorted_BW, order_BW = torch.sort(weights_BW, dim=-1, descending=True, stable=True)
     rank = torch.arange(width, device=weights_BW.device)
     sorted_BW = sorted_BW * (rank < torch.from_numpy(limit).to(rank.device)[:, None])
     cumulative_BW = sorted_BW.cumsum(-1)

@@ -1,9 +1,9 @@
 """Which tokens the next step computes. Pure logic: no tensors, no clock, no threads.
 
-One step takes every decoding sequence (one token each) and up to ``prefill_chunk`` prompt tokens, first come first served, so that long
-prompts never stall running answers. Waiting sequences enter when a slot is idle, in order, with one exception: a sequence whose
-prompt begins like one that is being prefilled waits until those keys exist and then copies them, which is how the
-episodes of one group share their prompt.
+One step takes every decoding sequence (one token each) and up to ``prefill_chunk`` prompt tokens, first come first
+served, so that long prompts never stall running answers. Waiting sequences enter when a slot is idle, in order, with
+one exception: a sequence whose prompt begins like one that is being prefilled waits until those keys exist and then
+copies them, which is how the episodes of one group share their prompt.
 """
 
 from __future__ import annotations
@@ -84,8 +84,10 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue ``sequence``. Raises QueueFullError beyond ``max_waiting``."""
         if len(self._waiting) >= self._max_waiting:
-            raise QueueFullError(f"queue: {len(self._waiting)} requests wait, at most {self._max_waiting} may; "
-                                 "retry later or add an engine")
+            raise QueueFullError(
+                f"queue: {len(self._waiting)} requests wait, at most {self._max_waiting} may; "
+                "retry later or add an engine"
+            )
         self._waiting.append(sequence)
 
     def plan(self) -> StepPlan:

@@ -1,9 +1,10 @@
 """How many tokens one verification step would yield if the MTP layer drafted (GLM-5 report, multi-token prediction).
 
-For greedy decoding this needs no speculative loop. The model's own greedy continuation is generated once; then one packed pass
-gives, at every position t and depth j, the draft that the chained MTP layer makes for token t+1+j. As long as all earlier drafts of
-a step were right, the ids it was fed are those of the continuation, so comparing with the continuation is exact. A
-verification step at t yields the accepted drafts and the one token that the main model adds.
+For greedy decoding this needs no speculative loop. The model's own greedy continuation is generated once; then one
+packed pass gives, at every position t and depth j, the draft that the chained MTP layer makes for token t+1+j. As
+long as all earlier drafts of a step were right, the ids it was fed are those of the continuation, so comparing with
+the continuation is exact. A verification step at t yields the accepted drafts and the one token that the main model
+adds.
 
 Letters: B sequences, T tokens, M flattened tokens, W vocabulary, D hidden.
 """
@@ -21,16 +22,22 @@ from glm5.model.transformer import GlmMoeDsaForCausalLM
 
 
 @torch.inference_mode()
-def mtp_acceptance(model: GlmMoeDsaForCausalLM, prompts: Sequence[Sequence[int]], drafts: int = 4, new_tokens: int = 64) -> float:
+def mtp_acceptance(
+    model: GlmMoeDsaForCausalLM, prompts: Sequence[Sequence[int]], drafts: int = 4, new_tokens: int = 64
+) -> float:
     """Mean tokens per verification step, from 1 (no draft accepted) to ``drafts`` + 1, over greedy continuations.
 
     ``prompts`` are non-empty id lists. Raises EngineError when there is nothing to measure or the model has no MTP layer.
     """
     if not prompts or not all(prompts) or drafts < 1 or new_tokens < drafts + 2:
-        raise EngineError(f"mtp_acceptance: got {len(prompts)} prompts, drafts={drafts}, new_tokens={new_tokens}; expected non-empty "
-                          "prompts, drafts >= 1 and new_tokens >= drafts + 2")
+        raise EngineError(
+            f"mtp_acceptance: got {len(prompts)} prompts, drafts={drafts}, new_tokens={new_tokens}; expected non-empty "
+            "prompts, drafts >= 1 and new_tokens >= drafts + 2"
+        )
     if not model.config.num_nextn_predict_layers:
-        raise EngineError("mtp_acceptance: the model has no MTP layer; load a checkpoint with num_nextn_predict_layers 1")
+        raise EngineError(
+            "mtp_acceptance: the model has no MTP layer; load a checkpoint with num_nextn_predict_layers 1"
+        )
     sequences = _continue_greedily(model, prompts, new_tokens)
     accepted_BT = _accepted_drafts(model, sequences, drafts)
     steps = tokens = 0
@@ -43,7 +50,9 @@ def mtp_acceptance(model: GlmMoeDsaForCausalLM, prompts: Sequence[Sequence[int]]
     return tokens / steps
 
 
-def _continue_greedily(model: GlmMoeDsaForCausalLM, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+def _continue_greedily(
+    model: GlmMoeDsaForCausalLM, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> list[list[int]]:
     """Each prompt with ``new_tokens`` greedy ids behind it; stop ids do not stop."""
     weight = model.lm_head.weight
     lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -51,8 +60,13 @@ def _continue_greedily(model: GlmMoeDsaForCausalLM, prompts: Sequence[Sequence[i
     slots = torch.arange(len(prompts))
     ids = torch.tensor([token for prompt in prompts for token in prompt])
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
-    logits_BW = model.ragged(ids.to(weight.device), positions.to(weight.device), slots.repeat_interleave(lengths).to(weight.device),
-                             cache, (lengths.cumsum(0) - 1).to(weight.device))
+    logits_BW = model.ragged(
+        ids.to(weight.device),
+        positions.to(weight.device),
+        slots.repeat_interleave(lengths).to(weight.device),
+        cache,
+        (lengths.cumsum(0) - 1).to(weight.device),
+    )
     slots, lengths = slots.to(weight.device), lengths.to(weight.device)
     produced = [logits_BW.argmax(-1)]
     for step in range(new_tokens - 1):
@@ -66,8 +80,8 @@ def _accepted_drafts(model: GlmMoeDsaForCausalLM, sequences: list[list[int]], dr
     ids_BT = torch.zeros(len(sequences), width, dtype=torch.int64)
     documents_BT = torch.full_like(ids_BT, -1)
     for row, sequence in enumerate(sequences):
-        ids_BT[row, :len(sequence)] = torch.tensor(sequence)
-        documents_BT[row, :len(sequence)] = 0
+        ids_BT[row, : len(sequence)] = torch.tensor(sequence)
+        documents_BT[row, : len(sequence)] = 0
     ids_BT, documents_BT = ids_BT.to(model.lm_head.weight.device), documents_BT.to(model.lm_head.weight.device)
     hidden_BTD = model.hidden(ids_BT, None, documents_BT).hidden_BTD
     alive_BT = torch.ones_like(ids_BT, dtype=torch.bool)

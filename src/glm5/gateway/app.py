@@ -40,7 +40,7 @@ from glm5.process import serve_app
 from glm5.records import OUTCOMES
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 
-KEEP_ALIVE_S = 5.0
+KEEP_ALIVE_S = 2.0
 """A streamed answer that takes longer begins with comments, so that no proxy or client gives up."""
 RETENTION_S = 600.0
 """How long the turns of a closed session stay on disk: a repeated ``finish`` gets the same trajectories."""
@@ -90,6 +90,8 @@ class Gateway:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
             raise RequestError(400, f"{key}: {first['msg']}; got {first['input']!r}", param=key) from None
+        except GatewayError as error:  # values that make no sense
+            raise RequestError(400, str(error)) from None
         session = self._sessions.get(settings.session_id)
         if session is None:
             session = self._new_session(settings, f"sk-{secrets.token_urlsafe(24)}", settings.ttl_s)
@@ -264,7 +266,7 @@ def build_app(store: Store, tokenizer: Tokenizer, engine_urls: Sequence[str]) ->
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
-            await pool.close()
+            pool.close()
             store.close()
 
     routes = [

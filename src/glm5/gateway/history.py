@@ -22,6 +22,7 @@ from glm5.tokenizer.chat import call_arguments, text_of
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles that a client may send, and what each is called when it is rendered."""
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,13 @@ def read_history(raw: Any, declared_tools: Sequence[dict[str, Any]] | None) -> H
 
 def extend_chain(chain: bytes, message: dict[str, Any]) -> bytes:
     """Digest of a history of digest ``chain`` followed by ``message`` (renderer form)."""
-    content = message["content"]
-    text = content.strip() if message["role"] == "assistant" else content.rstrip()
-    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
-    return _digest(chain, _canonical_json([message["role"], text, calls]))
+    role, content = message["role"], message["content"]
+    text = content.strip() if role == "assistant" else content.rstrip()
+    data = f"{role}\0{len(text)}\0{text}".encode("utf-8", "surrogatepass")
+    if "tool_calls" in message:
+        calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]]
+        data += _canonical_json(calls)
+    return _digest(chain, data)
 
 
 def read_message(raw: Any, where: str) -> dict[str, Any]:
@@ -92,7 +96,7 @@ def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _canonical_json(value: Any) -> bytes:
-    return json.dumps(_canonical_numbers(value), sort_keys=True, separators=(",", ":")).encode()
+    return _CANONICAL.encode(_canonical_numbers(value)).encode()
 
 
 def _canonical_numbers(value: Any) -> Any:

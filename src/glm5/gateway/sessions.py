@@ -247,7 +247,7 @@ class Session:
         for node in self.nodes:  # parents come before their children
             shared = _shared_length(node, ids, common)
             common[node.turn_id] = shared
-            if not node.abandoned and (best is None or shared >= common[best.turn_id]):
+            if not node.abandoned and (best is None or shared > common[best.turn_id]):
                 best = node
         if best is not None and common[best.turn_id] == best.length:
             return Plan(best, "extend", ids)

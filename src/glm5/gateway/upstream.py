@@ -15,16 +15,14 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-import httpx
-
 from glm5.gateway.dialect import RequestError
 from glm5.gateway.router import Router
+from glm5.gateway.transport import ConnectFailure, HttpClient, HttpResponse
 from glm5.records import FinishReason, SamplingParams
 
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 5.0
 FAILED_CHECKS_UNTIL_DEAD = 3
-_HEADERS = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,7 @@ class EnginePool:
     """The engines behind one gateway."""
 
     def __init__(self, router: Router, timeout_s: float = 600.0) -> None:
-        """``timeout_s`` is the deadline of one model call, retries included. Create on the event loop."""
+        """``timeout_s`` is the deadline of one model call, retries included."""
         self.router = router
         self.timeout_s = timeout_s
         self.calls: Counter[str] = Counter()
@@ -51,13 +49,11 @@ class EnginePool:
         self._running: dict[str, set[asyncio.Task[Any]]] = {url: set() for url in router.engine_urls}
         self._evicted: set[asyncio.Task[Any]] = set()
         self._max_context: int | None = None
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30)
-        timeout = httpx.Timeout(timeout_s, connect=HEALTH_TIMEOUT_S)
-        self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
+        self._client = HttpClient(router.engine_urls)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close all connections."""
-        await self._client.aclose()
+        self._client.close()
 
     async def generate(self, session_id: str, prompt_ids: list[int], sampling: SamplingParams) -> Generation:
         """Sample a continuation. Must run in a task of its own. Raises RequestError: 400 when the engine refuses the
@@ -116,22 +112,22 @@ class EnginePool:
         self.calls[url] += 1
         try:
             response = await self._send(url, method, path, body, timeout_s)
-        except httpx.TransportError as error:
+        except OSError as error:
             self.failures[url] += 1
-            if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)):
+            if isinstance(error, (ConnectFailure, TimeoutError)):
                 self.router.mark_dead(url)  # a connection that breaks may only be old: the next try shows
-            return f"{url}: {type(error).__name__} {error}".strip()
+            return f"{url}: {str(error) or type(error).__name__}"
         if response is None:
             self.failures[url] += 1
             return f"{url}: stopped answering health checks"
-        if response.status_code >= 500:
+        if response.status >= 500:
             self.failures[url] += 1
-            return f"{url}{path}: HTTP {response.status_code}"
+            return f"{url}{path}: HTTP {response.status}"
         try:
-            answer = response.json()
+            answer = json.loads(response.body)
         except ValueError:
             raise RequestError(502, f"{url}{path}: the answer is not JSON") from None
-        if response.status_code >= 400:
+        if response.status >= 400:
             detail = answer.get("error") or {} if isinstance(answer, dict) else {}
             raise RequestError(400, f"engine: {detail.get('message', answer)}", code=detail.get("code"))
         if not isinstance(answer, dict):
@@ -141,14 +137,13 @@ class EnginePool:
         return answer
 
     async def _send(self, url: str, method: str, path: str, body: bytes | None,
-                    timeout_s: float) -> httpx.Response | None:
+                    timeout_s: float) -> HttpResponse | None:
         """The response; None when the engine was declared dead meanwhile."""
         task = asyncio.current_task()
         assert task is not None
         self._running[url].add(task)
         try:
-            return await self._client.request(method, url + path, content=body, headers=_HEADERS,
-                                              timeout=httpx.Timeout(timeout_s, connect=HEALTH_TIMEOUT_S))
+            return await self._client.request(method, url, path, body, timeout_s)
         except asyncio.CancelledError:
             if task in self._evicted and task.cancelling() == 1:
                 task.uncancel()
@@ -160,9 +155,9 @@ class EnginePool:
 
     async def _check(self, url: str) -> None:
         try:
-            response = await self._client.get(url + "/health_generate", timeout=HEALTH_TIMEOUT_S)
-            is_well = response.status_code == 200
-        except httpx.TransportError:
+            response = await self._client.request("GET", url, "/health_generate", None, HEALTH_TIMEOUT_S)
+            is_well = response.status == 200
+        except OSError:
             is_well = False
         if is_well:
             self._failed_checks[url] = 0

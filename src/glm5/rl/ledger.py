@@ -144,16 +144,8 @@ class Ledger:
                 ("dropped" if admission.reason else "ready", admission.reason, oldest, newest, time.time(), group_id))
         return admission.reason
 
-    def drop(self, group_id: str, reason: str) -> None:
-        """Give up one group that is not trained yet."""
-        with self._transaction():
-            changed = self._db.execute("UPDATE groups SET state = 'dropped', reason = ? WHERE group_id = ? AND "
-                                       "state IN ('open', 'ready')", (reason, group_id)).rowcount
-        if changed != 1:
-            raise ServiceError(f"group {group_id}: is not open or ready, so it cannot be dropped as {reason!r}")
-
     def drop_open_groups(self, reason: str) -> int:
-        """Drop what a dead orchestrator left running; its episodes died with it. Returns how many."""
+        """Drop the groups whose episodes stopped with their orchestrator. Returns how many."""
         with self._transaction():
             return self._db.execute("UPDATE groups SET state = 'dropped', reason = ? WHERE state = 'open'",
                                     (reason,)).rowcount
@@ -178,6 +170,10 @@ class Ledger:
     def progress(self) -> Progress:
         """How far the trainer is."""
         return Progress(*self._db.execute("SELECT step, version FROM progress").fetchone())
+
+    def ready_groups(self) -> int:
+        """Groups that wait for the trainer, stale ones included."""
+        return int(self._db.execute("SELECT COUNT(*) FROM groups WHERE state = 'ready'").fetchone()[0])
 
     def lease(self, batch_groups: int, trainer_step: int) -> LeasedBatch | None:
         """Hand out the ``batch_groups`` oldest ready groups, or None when there are fewer.

@@ -5,8 +5,8 @@ stopped or hangs). Probing runs in a thread; starting and restarting happen in `
 main thread between other work, because the kernel ties the parent-death signal to the thread that started the child.
 ``tend`` never waits: a restart is a state (running → waiting → starting → running) that moves on at later calls.
 
-Restarts back off; a service that dies more than ``MAX_RESTARTS`` times within ``RESTART_WINDOW_S`` ends the run with one
-line. Services start in the given order and stop in the reverse one, so that intake stops before what it feeds on.
+Restarts back off; a service that dies more than ``MAX_RESTARTS`` times within ``RESTART_WINDOW_S`` ends the run with
+one line. Services start in the given order and stop in the reverse one, so that intake stops before what it feeds on.
 """
 
 from __future__ import annotations
@@ -122,11 +122,15 @@ class Supervisor:
         """State of every service by name, for error messages and dumps."""
         return {name: service.state for name, service in self._services.items()}
 
+    def process_ids(self) -> dict[str, int]:
+        """Id of the newest process of every service, dead or alive."""
+        return {name: service.process.pid for name, service in self._services.items() if service.process is not None}
+
     def _start(self, service: _Service) -> None:
         ready = self._ready_file(service)
         ready.unlink(missing_ok=True)
-        arguments = [*service.spec.arguments(), "--host", _HOST, "--port", str(service.port), "--ready-file", str(ready)]
-        service.process = spawn(arguments, self._log_file(service))
+        address = ["--host", _HOST, "--port", str(service.port), "--ready-file", str(ready)]
+        service.process = spawn([*service.spec.arguments(), *address], self._log_file(service))
         self._enter(service, "starting")
 
     def _check_start(self, service: _Service) -> None:

@@ -1,7 +1,8 @@
-"""The HTTP server of an engine: token-level protocol, OpenAI API, health and metrics. Torch is loaded by ``serve`` only.
+"""The HTTP server of an engine: token-level protocol, OpenAI API, health and metrics. Torch is loaded by ``serve``
+only.
 
-Routes are plain Starlette endpoints: a call of the token protocol costs one parse, one submit and one dump. A client that
-disconnects, before or during a stream, aborts its request. Every error leaves in OpenAI's shape.
+Routes are plain Starlette endpoints: a call of the token protocol costs one parse, one submit and one dump. A client
+that disconnects, before or during a stream, aborts its request. Every error leaves in OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except Glm5Error as error:  # the status has been sent; the event carries the error
-                await send({"type": "http.response.body", "body": _event(to_api_error(error).body()), "more_body": True})
+                await send(
+                    {"type": "http.response.body", "body": _event(to_api_error(error).body()), "more_body": True}
+                )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -73,26 +76,39 @@ class Api:
     def routes(self) -> list[Route]:
         """All routes of the server."""
         table: list[tuple[str, str, Endpoint]] = [
-            ("POST", "/generate", self.generate), ("POST", "/update_weights_from_disk", self.update_weights),
-            ("POST", "/pause_generation", self.pause), ("POST", "/continue_generation", self.resume),
-            ("GET", "/health", self.health), ("GET", "/health_generate", self.health), ("GET", "/get_model_info", self.model_info),
-            ("GET", "/stats", self.stats), ("GET", "/metrics", self.metrics_page), ("GET", "/v1/models", self.models),
-            ("POST", "/v1/chat/completions", self.chat), ("POST", "/v1/completions", self.completions),
+            ("POST", "/generate", self.generate),
+            ("POST", "/update_weights_from_disk", self.update_weights),
+            ("POST", "/pause_generation", self.pause),
+            ("POST", "/continue_generation", self.resume),
+            ("GET", "/health", self.health),
+            ("GET", "/health_generate", self.health),
+            ("GET", "/get_model_info", self.model_info),
+            ("GET", "/stats", self.stats),
+            ("GET", "/metrics", self.metrics_page),
+            ("GET", "/v1/models", self.models),
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/completions", self.completions),
         ]
         return [Route(path, endpoint, methods=[method]) for method, path, endpoint in table]
 
     async def generate(self, request: Request) -> Response:
         """Ids in, ids, log-probs and weight versions out."""
         wanted = parse_generate(await read_json(request))
-        generation = self._engine.submit(wanted.ids, wanted.params, session_id=wanted.session_id,
-                                         prompt_logprobs=wanted.wants_prompt_logprobs)
+        generation = self._engine.submit(
+            wanted.ids, wanted.params, session_id=wanted.session_id, prompt_logprobs=wanted.wants_prompt_logprobs
+        )
         if wanted.stream:
             return EventStream(_token_events(generation))
         done = await _unless_gone(request.receive, generation.wait())
         if done is None:
             return Response(status_code=_CLIENT_GONE)
-        body: dict[str, Any] = {"output_ids": done.output_ids, "weight_versions": done.weight_versions, "finish_reason": done.finish_reason,
-                                "prompt_tokens": done.prompt_tokens, "cached_tokens": done.cached_tokens}
+        body: dict[str, Any] = {
+            "output_ids": done.output_ids,
+            "weight_versions": done.weight_versions,
+            "finish_reason": done.finish_reason,
+            "prompt_tokens": done.prompt_tokens,
+            "cached_tokens": done.cached_tokens,
+        }
         if wanted.wants_logprobs:
             body["logprobs"] = done.logprobs
         if wanted.wants_prompt_logprobs:
@@ -102,7 +118,10 @@ class Api:
     async def update_weights(self, request: Request) -> Response:
         """Swap weights; a checkpoint that cannot be used answers 400 and changes nothing."""
         data = await read_json(request)
-        directory, version = field(data, "model_path", str, required=True), field(data, "weight_version", int, required=True)
+        directory, version = (
+            field(data, "model_path", str, required=True),
+            field(data, "weight_version", int, required=True),
+        )
         outcome = await asyncio.to_thread(self._engine.update_weights, directory, version)
         return _json(asdict(outcome), 200 if outcome.success else 400)
 
@@ -124,8 +143,16 @@ class Api:
     async def model_info(self, request: Request) -> Response:
         """What is served."""
         engine = self._engine
-        return _json({"model_path": engine.model_path, "model_name": self._model_name, "weight_version": engine.weight_version,
-                      "vocab_size": engine.vocab_size, "max_context": engine.max_context, "max_slots": engine.config.max_slots})
+        return _json(
+            {
+                "model_path": engine.model_path,
+                "model_name": self._model_name,
+                "weight_version": engine.weight_version,
+                "vocab_size": engine.vocab_size,
+                "max_context": engine.max_context,
+                "max_slots": engine.config.max_slots,
+            }
+        )
 
     async def stats(self, request: Request) -> Response:
         """Counters and load as JSON."""
@@ -137,14 +164,21 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """The one model, in OpenAI's form."""
-        model = {"id": self._model_name, "object": "model", "created": self._created, "owned_by": "glm5",
-                 "max_model_len": self._engine.max_context}
+        model = {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "glm5",
+            "max_model_len": self._engine.max_context,
+        }
         return _json({"object": "list", "data": [model]})
 
     async def chat(self, request: Request) -> Response:
         """OpenAI chat completions."""
         data = await read_json(request)
-        return await self._answer(request, parse_chat(data, self._tokenizer, self._model_name, self._engine.max_context))
+        return await self._answer(
+            request, parse_chat(data, self._tokenizer, self._model_name, self._engine.max_context)
+        )
 
     async def completions(self, request: Request) -> Response:
         """OpenAI completions."""
@@ -194,13 +228,22 @@ def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str) -> ASGIApp:
         yield
         await asyncio.to_thread(engine.close)
 
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={
-        Glm5Error: _on_error, HTTPException: _on_http_error, Exception: _on_defect})
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={Glm5Error: _on_error, HTTPException: _on_http_error, Exception: _on_defect},
+    )
     return _Meter(app, api.metrics, frozenset(route.path for route in routes))
 
 
-def serve(directory: str | Path, host: str = "127.0.0.1", port: int = 0, ready_file: Path | None = None,
-          engine_config: EngineConfig | None = None, weight_version: int = 0) -> None:
+def serve(
+    directory: str | Path,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    ready_file: Path | None = None,
+    engine_config: EngineConfig | None = None,
+    weight_version: int = 0,
+) -> None:
     """Serve the checkpoint in ``directory`` until SIGTERM. Raises CheckpointError or ServiceError before anything is announced."""
     from glm5.engine.engine import Engine
     from glm5.process import serve_app
@@ -219,16 +262,24 @@ def serve(directory: str | Path, host: str = "127.0.0.1", port: int = 0, ready_f
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, directory: Path) -> None:
     """Raises CheckpointError when the model has fewer embedding rows than the tokenizer has ids."""
     if tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, the model only {vocab_size} rows; "
-                              "put the model's own tokenizer.json there")
+        raise CheckpointError(
+            f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, the model only {vocab_size} rows; "
+            "put the model's own tokenizer.json there"
+        )
 
 
 async def _token_events(generation: Generation) -> AsyncIterator[bytes]:
     """Events of a streaming ``/generate``."""
     async with aclosing(generation.stream()) as chunks:
         async for chunk in chunks:
-            yield _event({"output_ids": chunk.output_ids, "logprobs": chunk.logprobs, "weight_versions": chunk.weight_versions,
-                          "finish_reason": chunk.finish_reason})
+            yield _event(
+                {
+                    "output_ids": chunk.output_ids,
+                    "logprobs": chunk.logprobs,
+                    "weight_versions": chunk.weight_versions,
+                    "finish_reason": chunk.finish_reason,
+                }
+            )
     yield b"data: [DONE]\n\n"
 
 
@@ -276,7 +327,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return _json(ApiError(500, f"internal error ({type(error).__name__}); see the server's log", "internal_error").body(), 500)
+    return _json(
+        ApiError(500, f"internal error ({type(error).__name__}); see the server's log", "internal_error").body(), 500
+    )
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:

@@ -1,6 +1,7 @@
 """Text generation and chat from the command line, over a checkpoint directory or the URL of a server.
 
-Both kinds of target take the same OpenAI request body and give the same events, so there is one way to print an answer.
+Both kinds of target take the same OpenAI request body and give the same events, so there is one way to print an
+answer.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ _CONNECT_S, _READ_S = 10.0, 600.0
 _HELP = "Type a message; /clear starts over, /exit (or end of input) leaves."
 
 
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
 class Target(Protocol):
     """Something that answers streaming OpenAI requests."""
 
@@ -31,8 +36,14 @@ class Target(Protocol):
 
 def generate_text(target: str | Path, prompt: str, params: SamplingParams) -> Iterator[str]:
     """Pieces of the continuation of ``prompt`` by ``target``, a checkpoint directory or a server's URL."""
-    body = {"prompt": prompt, "max_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p,
-            "top_k": params.top_k, "seed": params.seed}
+    body = {
+        "prompt": prompt,
+        "max_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "seed": params.seed,
+    }
     with open_target(target) as opened:
         for event in opened.events("/v1/completions", body):
             for choice in event["choices"]:
@@ -40,9 +51,18 @@ def generate_text(target: str | Path, prompt: str, params: SamplingParams) -> It
                     yield choice["text"]
 
 
-def chat_loop(target: str | Path, temperature: float = 0.7, thinking: bool = True, read: Callable[[str], str] = input,
-              write: Callable[[str], None] = lambda text: print(text, end="", flush=True)) -> None:
-    """Talk to ``target`` until the input ends. ``read`` asks with a prompt, ``write`` shows a piece of text."""
+def chat_loop(
+    target: str | Path,
+    temperature: float = 0.7,
+    thinking: bool = True,
+    max_tokens: int | None = None,
+    read: Callable[[str], str] = input,
+    write: Callable[[str], None] = _show,
+) -> None:
+    """Talk to ``target`` until the input ends. ``max_tokens`` bounds an answer; None leaves it to the context.
+
+    ``read`` asks with a prompt, ``write`` shows a piece of text.
+    """
     messages: list[dict[str, Any]] = []
     with open_target(target) as opened:
         write(_HELP + "\n")
@@ -58,7 +78,12 @@ def chat_loop(target: str | Path, temperature: float = 0.7, thinking: bool = Tru
                 messages.clear()
             elif text:
                 messages.append({"role": "user", "content": text})
-                body = {"messages": messages, "temperature": temperature, "enable_thinking": thinking}
+                body = {
+                    "messages": messages,
+                    "temperature": temperature,
+                    "enable_thinking": thinking,
+                    "max_tokens": max_tokens,
+                }
                 try:
                     messages.append(_show_answer(opened.events("/v1/chat/completions", body), write))
                 except Glm5Error as error:  # too long, say: the conversation goes on without this message
@@ -79,14 +104,20 @@ def open_target(target: str | Path) -> Iterator[Target]:
     from glm5.tokenizer.bpe import load_tokenizer
 
     tokenizer = load_tokenizer(target)
-    with Engine.from_directory(target, tokenizer.stop_ids, EngineConfig(max_slots=1)) as engine, asyncio.Runner() as runner:
+    with (
+        Engine.from_directory(target, tokenizer.stop_ids, EngineConfig(max_slots=1)) as engine,
+        asyncio.Runner() as runner,
+    ):
         check_vocabulary(tokenizer, engine.vocab_size, Path(target))
 
         def start(path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
             from glm5.serve.openai import answer_events, parse_chat, parse_completion
 
-            wanted = (parse_chat(body, tokenizer, "local", engine.max_context) if path.endswith("chat/completions")
-                      else parse_completion(body, tokenizer, "local"))
+            wanted = (
+                parse_chat(body, tokenizer, "local", engine.max_context)
+                if path.endswith("chat/completions")
+                else parse_completion(body, tokenizer, "local")
+            )
             return answer_events(wanted, tokenizer, engine.submit(wanted.ids, wanted.params))
 
         yield _Local(start, runner)
@@ -122,7 +153,9 @@ class _Remote:
                 for line in response.iter_lines():
                     yield from _decode(line)
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
-            raise ServiceError(f"{self._client.base_url}: {type(error).__name__}: {error}; is a server running there?") from None
+            raise ServiceError(
+                f"{self._client.base_url}: {type(error).__name__}: {error}; is a server running there?"
+            ) from None
 
 
 async def _next(stream: AsyncIterator[bytes]) -> bytes | None:

@@ -11,11 +11,22 @@ if TYPE_CHECKING:  # the engine module loads torch
     from glm5.engine.engine import EngineStats
 
 _BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_COUNTERS = {"busy_s": "seconds in which the engine computed", "steps": "steps of the engine", "generated_tokens": "sampled tokens",
-             "prefilled_tokens": "prompt tokens computed", "cached_tokens": "prompt tokens found in the prefix cache",
-             "weight_updates": "weight sets swapped in"}
-_GAUGES = {"uptime_s": "seconds since the start", "running": "sequences with a slot", "queued": "sequences that wait for one",
-           "weight_version": "version of the weights in force", "is_paused": "1 while paused", "cache_bytes": "memory of the key cache"}
+_COUNTERS = {
+    "busy_s": "seconds in which the engine computed",
+    "steps": "steps of the engine",
+    "generated_tokens": "sampled tokens",
+    "prefilled_tokens": "prompt tokens computed",
+    "cached_tokens": "prompt tokens found in the prefix cache",
+    "weight_updates": "weight sets swapped in",
+}
+_GAUGES = {
+    "uptime_s": "seconds since the start",
+    "running": "sequences with a slot",
+    "queued": "sequences that wait for one",
+    "weight_version": "version of the weights in force",
+    "is_paused": "1 while paused",
+    "cache_bytes": "memory of the key cache",
+}
 
 
 class Metrics:
@@ -41,9 +52,14 @@ class Metrics:
             for name, meaning in table.items():
                 full = f"glm5_{name}_total" if kind == "counter" else f"glm5_{name}"
                 lines += [f"# HELP {full} {meaning}", f"# TYPE {full} {kind}", f"{full} {float(values[name]):g}"]
-        lines += ["# HELP glm5_http_requests_total requests by route and status", "# TYPE glm5_http_requests_total counter"]
-        lines += [f'glm5_http_requests_total{{path="{path}",status="{status}"}} {count}'
-                  for (path, status), count in sorted(self._requests.items())]
+        lines += [
+            "# HELP glm5_http_requests_total requests by route and status",
+            "# TYPE glm5_http_requests_total counter",
+        ]
+        lines += [
+            f'glm5_http_requests_total{{path="{path}",status="{status}"}} {count}'
+            for (path, status), count in sorted(self._requests.items())
+        ]
         lines += ["# HELP glm5_http_request_seconds duration of requests", "# TYPE glm5_http_request_seconds histogram"]
         for path, buckets in sorted(self._buckets.items()):
             total = 0

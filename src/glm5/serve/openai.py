@@ -1,8 +1,9 @@
 """The OpenAI API over the engine: chat completions and completions; streaming and not. Free of torch.
 
-A chat request is rendered to ids by the tokenizer, sampled as ids, and parsed back into reasoning, content and tool calls. Whether it
-streams or not, the same parser reads the text; it only gets it in one piece or in many. What the engine cannot do (several
-choices, forced tool choice, JSON mode, top log-probs) is refused with a 400 rather than ignored.
+A chat request is rendered to ids by the tokenizer, sampled as ids, and parsed back into reasoning, content and tool
+calls. Whether it streams or not, the same parser reads the text; it only gets it in one piece or in many. What the
+engine cannot do (several choices, forced tool choice, JSON mode, top log-probs) is refused with a 400 rather than
+ignored.
 """
 
 from __future__ import annotations
@@ -58,8 +59,16 @@ def parse_chat(data: dict[str, Any], tokenizer: Tokenizer, model: str, max_conte
     enable_thinking, clear_thinking = _thinking(data)
     ids = tokenizer.render(messages, tools, True, enable_thinking, clear_thinking).ids
     limit = field(data, "max_completion_tokens", int, field(data, "max_tokens", int))
-    return _request("chat", data, model, ids, max_context if limit is None else limit, tools, enable_thinking is not False,
-                    field(data, "logprobs", bool, False))
+    return _request(
+        "chat",
+        data,
+        model,
+        ids,
+        max_context if limit is None else limit,
+        tools,
+        enable_thinking is not False,
+        field(data, "logprobs", bool, False),
+    )
 
 
 def parse_completion(data: dict[str, Any], tokenizer: Tokenizer, model: str) -> TextRequest:
@@ -73,13 +82,35 @@ def parse_completion(data: dict[str, Any], tokenizer: Tokenizer, model: str) -> 
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, list) and not all(type(item) is int for item in prompt):
-        raise ApiError(400, "prompt: expected one text or one list of token ids; send one request per prompt", "invalid_request", "prompt")
+        raise ApiError(
+            400,
+            "prompt: expected one text or one list of token ids; send one request per prompt",
+            "invalid_request",
+            "prompt",
+        )
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    return _request("text", data, model, ids, field(data, "max_tokens", int, 16), None, False, field(data, "logprobs", int) is not None)
+    return _request(
+        "text",
+        data,
+        model,
+        ids,
+        field(data, "max_tokens", int, 16),
+        None,
+        False,
+        field(data, "logprobs", int) is not None,
+    )
 
 
-def _request(kind: Literal["chat", "text"], data: dict[str, Any], model: str, ids: list[int], max_tokens: int,
-             tools: list[dict[str, Any]] | None, thinking: bool, wants_logprobs: bool) -> TextRequest:
+def _request(
+    kind: Literal["chat", "text"],
+    data: dict[str, Any],
+    model: str,
+    ids: list[int],
+    max_tokens: int,
+    tools: list[dict[str, Any]] | None,
+    thinking: bool,
+    wants_logprobs: bool,
+) -> TextRequest:
     if max_tokens < 1:
         raise ApiError(400, f"max_tokens: got {max_tokens}, expected at least 1", "invalid_request", "max_tokens")
     stops = field(data, "stop", (str, list), [])
@@ -87,12 +118,27 @@ def _request(kind: Literal["chat", "text"], data: dict[str, Any], model: str, id
     if len(stops) > _MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
         raise ApiError(400, f"stop: expected up to {_MAX_STOPS} non-empty strings", "invalid_request", "stop")
     options = field(data, "stream_options", dict, {})
-    params = SamplingParams(temperature=field(data, "temperature", float, 1.0), top_p=field(data, "top_p", float, 1.0),
-                            top_k=field(data, "top_k", int, -1), max_new_tokens=max_tokens, seed=field(data, "seed", int))
-    return TextRequest(kind=kind, model=model, ids=ids, params=params, stops=stops, stream=field(data, "stream", bool, False),
-                       include_usage=field(options, "include_usage", bool, False), wants_logprobs=wants_logprobs,
-                       wants_token_ids=field(data, "return_token_ids", bool, False), session_id=field(data, "session_id", str),
-                       tools=tools, thinking=thinking)
+    params = SamplingParams(
+        temperature=field(data, "temperature", float, 1.0),
+        top_p=field(data, "top_p", float, 1.0),
+        top_k=field(data, "top_k", int, -1),
+        max_new_tokens=max_tokens,
+        seed=field(data, "seed", int),
+    )
+    return TextRequest(
+        kind=kind,
+        model=model,
+        ids=ids,
+        params=params,
+        stops=stops,
+        stream=field(data, "stream", bool, False),
+        include_usage=field(options, "include_usage", bool, False),
+        wants_logprobs=wants_logprobs,
+        wants_token_ids=field(data, "return_token_ids", bool, False),
+        session_id=field(data, "session_id", str),
+        tools=tools,
+        thinking=thinking,
+    )
 
 
 def _check_model(data: dict[str, Any], model: str) -> None:
@@ -105,12 +151,21 @@ def _refuse_unsupported(data: dict[str, Any]) -> None:
     """A 400 for options that change the answer and that the engine does not have."""
     n = field(data, "n", int, 1)
     if n != 1:
-        raise ApiError(400, f"n: got {n}; only 1 is supported, send the request again for another answer", "unsupported", "n")
+        raise ApiError(
+            400, f"n: got {n}; only 1 is supported, send the request again for another answer", "unsupported", "n"
+        )
     if field(data, "top_logprobs", int, 0):
-        raise ApiError(400, "top_logprobs: only the chosen token's log-prob is available; leave it out", "unsupported", "top_logprobs")
+        raise ApiError(
+            400,
+            "top_logprobs: only the chosen token's log-prob is available; leave it out",
+            "unsupported",
+            "top_logprobs",
+        )
     response_format = field(data, "response_format", dict, {})
     if response_format.get("type", "text") != "text":
-        raise ApiError(400, "response_format: only text is supported; ask for JSON in the prompt", "unsupported", "response_format")
+        raise ApiError(
+            400, "response_format: only text is supported; ask for JSON in the prompt", "unsupported", "response_format"
+        )
     for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
         if data.get(name):
             raise ApiError(400, f"{name}: not supported; leave it out", "unsupported", name)
@@ -123,8 +178,12 @@ def _check_messages(messages: list[Any]) -> list[dict[str, Any]]:
         if not isinstance(message, dict):
             raise ApiError(400, f"messages[{index}]: expected an object", "invalid_type", "messages")
         calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls):
-            raise ApiError(400, f"messages[{index}].tool_calls: expected a list of function calls", "invalid_type", "messages")
+        if not isinstance(calls, list) or not all(
+            isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+        ):
+            raise ApiError(
+                400, f"messages[{index}].tool_calls: expected a list of function calls", "invalid_type", "messages"
+            )
     return messages
 
 
@@ -133,7 +192,9 @@ def _check_tools(tools: list[Any] | None, choice: Any) -> list[dict[str, Any]] |
     for index, tool in enumerate(tools or []):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ApiError(400, f"tools[{index}]: expected {{type: function, function: {{name, …}}}}", "invalid_type", "tools")
+            raise ApiError(
+                400, f"tools[{index}]: expected {{type: function, function: {{name, …}}}}", "invalid_type", "tools"
+            )
     if choice == "none":
         return None
     if choice not in (None, "auto"):
@@ -147,7 +208,9 @@ def _thinking(data: dict[str, Any]) -> tuple[bool | None, bool | None]:
     thinking = field(data, "thinking", dict, {})
     by_type = {"enabled": True, "disabled": False}.get(field(thinking, "type", str, ""))
     enable = field(data, "enable_thinking", bool, field(kwargs, "enable_thinking", bool, by_type))
-    clear = field(data, "clear_thinking", bool, field(kwargs, "clear_thinking", bool, field(thinking, "clear_thinking", bool)))
+    clear = field(
+        data, "clear_thinking", bool, field(kwargs, "clear_thinking", bool, field(thinking, "clear_thinking", bool))
+    )
     return enable, clear
 
 
@@ -211,14 +274,22 @@ class Answer:
 
     def legacy_logprobs(self, start: int) -> dict[str, Any]:
         """Log-probs of the ids from ``start`` on, in the completions format."""
-        return {"tokens": [self._tokenizer.decode([token_id]) for token_id in self.output_ids[start:]],
-                "token_logprobs": self.logprobs[start:], "top_logprobs": None, "text_offset": []}
+        return {
+            "tokens": [self._tokenizer.decode([token_id]) for token_id in self.output_ids[start:]],
+            "token_logprobs": self.logprobs[start:],
+            "top_logprobs": None,
+            "text_offset": [],
+        }
 
     def usage(self, generation: Generation) -> dict[str, Any]:
         """Token counts."""
         prompt, output = len(self._request.ids), len(self.output_ids)
-        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
-                "prompt_tokens_details": {"cached_tokens": generation.sequence.cached_tokens}}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": generation.sequence.cached_tokens},
+        }
 
 
 async def answer_whole(request: TextRequest, tokenizer: Tokenizer, generation: Generation) -> dict[str, Any]:
@@ -233,17 +304,34 @@ async def answer_whole(request: TextRequest, tokenizer: Tokenizer, generation: G
                     break
     else:
         done = await generation.wait()
-        deltas = answer.feed(Chunk(output_ids=done.output_ids, logprobs=done.logprobs, weight_versions=done.weight_versions,
-                                   finish_reason=done.finish_reason))
-    choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason, "logprobs": None}
+        deltas = answer.feed(
+            Chunk(
+                output_ids=done.output_ids,
+                logprobs=done.logprobs,
+                weight_versions=done.weight_versions,
+                finish_reason=done.finish_reason,
+            )
+        )
+    choice: dict[str, Any] = {
+        "index": 0,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "logprobs": None,
+    }
     if request.kind == "chat":
         choice["message"] = _message(deltas)
     else:
         choice["text"] = "".join(delta.text for delta in deltas)
     if request.wants_logprobs:
         choice["logprobs"] = answer.logprob_content(0) if request.kind == "chat" else answer.legacy_logprobs(0)
-    body = {"id": request.new_id(), "object": "chat.completion" if request.kind == "chat" else "text_completion",
-            "created": int(time.time()), "model": request.model, "choices": [choice], "usage": answer.usage(generation)}
+    body = {
+        "id": request.new_id(),
+        "object": "chat.completion" if request.kind == "chat" else "text_completion",
+        "created": int(time.time()),
+        "model": request.model,
+        "choices": [choice],
+        "usage": answer.usage(generation),
+    }
     if request.wants_token_ids:
         choice["token_ids"], body["prompt_token_ids"] = answer.output_ids, request.ids
     return body
@@ -252,8 +340,12 @@ async def answer_whole(request: TextRequest, tokenizer: Tokenizer, generation: G
 async def answer_events(request: TextRequest, tokenizer: Tokenizer, generation: Generation) -> AsyncIterator[bytes]:
     """Server-sent events of a streaming answer, ``[DONE]`` included."""
     answer = Answer(request, tokenizer)
-    base = {"id": request.new_id(), "object": "chat.completion.chunk" if request.kind == "chat" else "text_completion",
-            "created": int(time.time()), "model": request.model}
+    base = {
+        "id": request.new_id(),
+        "object": "chat.completion.chunk" if request.kind == "chat" else "text_completion",
+        "created": int(time.time()),
+        "model": request.model,
+    }
     if request.kind == "chat":
         yield _event({**base, "choices": [_choice({"role": "assistant", "content": ""})]})
     async with aclosing(generation.stream()) as chunks:
@@ -264,7 +356,9 @@ async def answer_events(request: TextRequest, tokenizer: Tokenizer, generation: 
             if needs_carrier and not choices:
                 choices = [_choice({}) if request.kind == "chat" else _text_choice("")]
             if needs_carrier and request.wants_logprobs:
-                choices[0]["logprobs"] = answer.logprob_content(start) if request.kind == "chat" else answer.legacy_logprobs(start)
+                choices[0]["logprobs"] = (
+                    answer.logprob_content(start) if request.kind == "chat" else answer.legacy_logprobs(start)
+                )
             if needs_carrier and request.wants_token_ids:
                 choices[0]["token_ids"] = answer.output_ids[start:]
             for choice in choices:
@@ -298,7 +392,11 @@ def _message(deltas: list[Delta]) -> dict[str, Any]:
 
 
 def _call(delta: Delta) -> dict[str, Any]:
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": delta.name, "arguments": ""}}
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": delta.name, "arguments": ""},
+    }
 
 
 def _delta_choice(request: TextRequest, delta: Delta) -> dict[str, Any]:

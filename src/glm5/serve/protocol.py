@@ -1,8 +1,9 @@
 """What comes in over HTTP and how it is refused. Free of torch.
 
-Bodies are read with a size limit and checked field by field by hand: on the path of reinforcement learning every model call
-passes here, and a schema library would cost more than the sampling. Unknown keys are ignored, as OpenAI does; a known key
-of the wrong type is a 400 that names it. Every error has OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
+Bodies are read with a size limit and checked field by field by hand: on the path of reinforcement learning every
+model call passes here, and a schema library would cost more than the sampling. Unknown keys are ignored, as OpenAI
+does; a known key of the wrong type is a 400 that names it. Every error has OpenAI's shape: ``{"error": {"message",
+"type", "param", "code"}}``.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ async def read_json(request: Request) -> dict[str, Any]:
     return data
 
 
-def field(data: dict[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None, required: bool = False) -> Any:
+def field(
+    data: dict[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None, required: bool = False
+) -> Any:
     """``data[name]`` when it is of ``kind``; ``default`` when absent or null. An int passes for a float, a bool for nothing else."""
     value = data.get(name)
     if value is None:
@@ -100,9 +103,14 @@ def parse_generate(data: dict[str, Any]) -> GenerateRequest:
     ids = field(data, "input_ids", list, required=True)
     if not all(type(item) is int for item in ids):
         raise ApiError(400, "input_ids: expected a list of integers; send token ids", "invalid_request", "input_ids")
-    return GenerateRequest(ids, parse_sampling(field(data, "sampling_params", dict, {})), field(data, "stream", bool, False),
-                           field(data, "return_logprob", bool, True), field(data, "return_prompt_logprob", bool, False),
-                           field(data, "session_id", str))
+    return GenerateRequest(
+        ids,
+        parse_sampling(field(data, "sampling_params", dict, {})),
+        field(data, "stream", bool, False),
+        field(data, "return_logprob", bool, True),
+        field(data, "return_prompt_logprob", bool, False),
+        field(data, "session_id", str),
+    )
 
 
 def parse_sampling(data: dict[str, Any]) -> SamplingParams:
@@ -110,15 +118,21 @@ def parse_sampling(data: dict[str, Any]) -> SamplingParams:
     known = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "seed")
     for name in data:
         if name not in known:
-            raise ApiError(400, f"sampling_params.{name}: unknown; known names: {', '.join(known)}", "invalid_request", name)
+            raise ApiError(
+                400, f"sampling_params.{name}: unknown; known names: {', '.join(known)}", "invalid_request", name
+            )
     defaults = SamplingParams()
     stop_ids = field(data, "stop_token_ids", list)
     if stop_ids is not None and not all(type(item) is int for item in stop_ids):
         raise ApiError(400, "stop_token_ids: expected a list of integers", "invalid_request", "stop_token_ids")
     return SamplingParams(
-        temperature=field(data, "temperature", float, defaults.temperature), top_p=field(data, "top_p", float, defaults.top_p),
-        top_k=field(data, "top_k", int, defaults.top_k), max_new_tokens=field(data, "max_new_tokens", int, defaults.max_new_tokens),
-        stop_token_ids=None if stop_ids is None else tuple(stop_ids), seed=field(data, "seed", int))
+        temperature=field(data, "temperature", float, defaults.temperature),
+        top_p=field(data, "top_p", float, defaults.top_p),
+        top_k=field(data, "top_k", int, defaults.top_k),
+        max_new_tokens=field(data, "max_new_tokens", int, defaults.max_new_tokens),
+        stop_token_ids=None if stop_ids is None else tuple(stop_ids),
+        seed=field(data, "seed", int),
+    )
 
 
 def _finite(name: str, value: int) -> float:
@@ -137,8 +151,15 @@ def _wrong_type(name: str, value: Any, kinds: tuple[type, ...]) -> ApiError:
     return ApiError(400, f"{name}: got {_kind(value)}, expected {expected}", "invalid_type", name)
 
 
-_KIND_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "an integer", float: "a number",
-               type(None): "null"}
+_KIND_NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    type(None): "null",
+}
 
 
 def _kind(value: Any) -> str:

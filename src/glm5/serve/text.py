@@ -29,7 +29,7 @@ class Detokenizer:
         self._window += ids
         text = self._tokenizer.decode(self._window)
         certain = text.rstrip(_REPLACEMENT)
-        piece = certain[self._sent:]
+        piece = certain[self._sent :]
         self._sent = max(self._sent, len(certain))
         if len(certain) == len(text):
             self._window, self._sent = [], 0
@@ -39,7 +39,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What was held back: unfinished bytes read as U+FFFD."""
-        piece = self._tokenizer.decode(self._window)[self._sent:]
+        piece = self._tokenizer.decode(self._window)[self._sent :]
         self._window, self._sent = [], 0
         return piece
 
@@ -48,7 +48,7 @@ class Detokenizer:
         for cut in range(len(self._window) - _LONGEST_TAIL, len(self._window) - 2 * _LONGEST_TAIL - 1, -1):
             before, after = (self._tokenizer.decode(part) for part in (self._window[:cut], self._window[cut:]))
             if before + after == text and len(before) >= self._sent:
-                piece = before[self._sent:]
+                piece = before[self._sent :]
                 self._window, self._sent = self._window[cut:], 0
                 return piece
         return ""
@@ -74,8 +74,8 @@ class StopText:
             self._held = ""
             return text[:start]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep:]
-        return text[:len(text) - keep]
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
     def finish(self) -> str:
         """What was held back in vain."""

@@ -102,22 +102,16 @@ class DataConfig:
 
     sources: tuple[str, ...] = ("stdlib",)
     """Document sources: ``stdlib``, a folder, a ``.jsonl`` or a ``.parquet`` file."""
-    max_bytes: int = 0
-    """Stop reading training documents after this many bytes of text; 0 reads all."""
     recall_fraction: float = 0.0
-    """Share of the training text that is synthetic long-range recall (mid-training)."""
+    """Share of the training rows that are synthetic long-range recall (mid-training)."""
     conversations: tuple[str, ...] = ()
     """``.jsonl`` files of conversations (sft)."""
     declare_tools: bool = False
     """Render the tools of a conversation into its prompt."""
-    enable_thinking: bool = False
-    """Render conversations with thinking on."""
     held_out_fraction: float = 0.03
     """Share of the files kept out of training."""
     held_out_rows: int = 32
     """Rows of held-out text that are scored before and after the stage; 0 scores none."""
-    seed: int = 0
-    """Seed of the shuffle and of the synthetic texts."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.recall_fraction < 1 or not 0 <= self.held_out_fraction < 1:
@@ -125,7 +119,7 @@ class DataConfig:
                               "must lie in [0, 1)")
         if self.held_out_rows and not self.held_out_fraction:
             raise ConfigError(f"held_out_rows={self.held_out_rows} needs held_out_fraction above 0; or set it to 0")
-        _require_at_least(0, max_bytes=self.max_bytes, held_out_rows=self.held_out_rows)
+        _require_at_least(0, held_out_rows=self.held_out_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ class Limits:
 
     memory_bytes: int = 256 << 20
     """Address space of one process."""
-    cpu_s: int = 2
+    cpu_s: int = 1
     """Processor seconds of one process."""
     processes: int = 32
     """Processes and threads in the sandbox, its own keepers included."""
@@ -51,7 +51,7 @@ class Sandbox(Protocol):
         """Run ``command`` with /bin/sh. Raises SandboxError only when the machinery itself fails."""
         ...
 
-    async def python(self, source: str, stdin: str = "", timeout_s: float = 5.0) -> ExecResult:
+    async def python(self, source: str, timeout_s: float = 5.0) -> ExecResult:
         """Run ``source`` as ``__main__`` of a fresh interpreter with the standard library and no site packages."""
         ...
 

@@ -1,19 +1,21 @@
 """The fork server: the one trusted program that starts sandboxes and enters them. Standard library only, run by path.
 
-A service starts it once (``python -I -S forkserver.py``). Booting an interpreter costs about 15 ms of processor time
-and entering a sandbox by exec about as much again; forking this small process costs 1 ms, and the fork either becomes
-``/bin/sh`` inside the sandbox or runs a Python program in the already booted interpreter.
+A service starts it once (``python -I -S forkserver.py``). Booting an interpreter costs about 15 ms of processor time;
+a fork of this small process that enters a sandbox and runs a Python program there costs a third of that, and starting
+bubblewrap from here is cheaper than from the service, which is larger.
 
 Invariants:
-- requests are read by the fork, never by the server, so no episode's text is in the memory that later forks inherit;
+- programs are read by the fork, never by the server, so no episode's text is in the memory that later forks inherit;
 - the server is not dumpable: nothing inside a sandbox can trace a fork between entering and dropping its rights;
-- a fork gives up everything before it runs a command: namespaces, capabilities, new privileges, descriptors, limits;
+- a fork gives up everything before it runs a program: namespaces, capabilities, new privileges, descriptors, limits;
 - the server exits when its socket closes or its parent dies, and every sandbox dies with it.
 
-Wire: datagrams on the socket ``argv[1]``, one letter and its descriptors. ``S`` (connection): become bubblewrap with the
-connection as standard streams. ``E`` (connection, process descriptor of the sandbox): enter it; ``D`` (connection,
-directory): no isolation, run in that directory. For ``E`` and ``D`` the connection carries one JSON line in, one JSON
-object out.
+Wire: datagrams on the socket ``argv[1]``, one letter and its descriptors.
+``S`` (connection, directory): start the shell of a sandbox with the connection as its standard streams; without
+isolation in that directory. ``E`` (connection, process descriptor of the sandbox): run a Python program in it; ``D``
+(connection, directory): run it in that directory without isolation. The connection of ``E`` and ``D`` carries
+``<mark> <length of the program in bytes>\\n<program>`` in; out come what the program writes and, at its end,
+``\\n<mark> <exit code>\\n``, or ``\\n<mark> error <reason>\\n`` when it could not be run.
 """
 
 import ctypes
@@ -22,11 +24,9 @@ import gc
 import json
 import os
 import resource
-import select
 import signal
 import socket
 import sys
-import time
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 ALL_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
@@ -42,132 +42,133 @@ def main() -> None:
     if os.getppid() != settings["parent"]:
         sys.exit(1)
     os.setsid()  # a terminal's Ctrl-C is for the service, which then closes every sandbox in order
-    if os.geteuid() == 0 and settings["user"] is not None:
+    if settings["user"] is not None:
         os.setgroups([])
         os.setresgid(settings["user"], settings["user"], settings["user"])
         os.setresuid(settings["user"], settings["user"], settings["user"])
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user cleared it
     LIBC.prctl(PR_SET_DUMPABLE, 0)
+    for name, value in settings["limits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     server = socket.socket(fileno=int(sys.argv[1]))
     server.set_inheritable(False)
-    gc.collect()
-    gc.freeze()
+    warm_up()
     while True:
         letter, descriptors, _, _ = socket.recv_fds(server, 16, 2)
         if not letter:
             return
-        if os.fork() == 0:
-            serve_request(settings, server, letter, descriptors)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        if letter == b"S":
+            start_shell(settings, *descriptors)
+        elif os.fork() == 0:
+            serve_program(settings, server, letter, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def serve_request(settings: dict, server: socket.socket, letter: bytes, descriptors: list) -> None:
+def warm_up() -> None:
+    """Run once what every fork will run: memory that a fork is the first to touch costs it a page copy, and the
+    copies are half of its price."""
+    execute(b"def f(x):\n    return x\n\nprint(repr([f(1)]))\n")
+    sys.stdout.flush()
+    LIBC.prctl(PR_CAPBSET_DROP, 1 << 20, 0, 0, 0)
+    (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+def start_shell(settings: dict, connection: int, directory: int = -1) -> None:
+    """Start the process tree of one sandbox. The connection closes when it cannot be started, or ends."""
+    streams = [(os.POSIX_SPAWN_DUP2, connection, stream) for stream in (0, 1, 2, settings["info"])]
+    try:
+        if directory >= 0:
+            os.fchdir(directory)
+        command = settings["shell"]
+        process = os.posix_spawn(command[0], command, settings["environment"], file_actions=streams, setsid=True,
+                                 setsigdef=[signal.SIGCHLD, signal.SIGPIPE])
+        if directory >= 0:  # bubblewrap says it itself
+            os.write(connection, b'{"child-pid": %d}\n' % process)
+    except OSError as error:
+        os.write(connection, f"{settings['shell'][0]}: {error.strerror}\n".encode())
+
+
+def serve_program(settings: dict, server: socket.socket, letter: bytes, connection: int, target: int) -> None:
     """The life of a fork; never returns."""
     try:
         server.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if letter == b"S":
-            become_bubblewrap(settings, descriptors[0])
-        connection = socket.socket(fileno=descriptors[0])
-        request = json.loads(connection.makefile("rb").readline())
+        mark, program = read_program(connection)
         try:
             if letter == b"E":
-                check(LIBC.setns(descriptors[1], ALL_NAMESPACES), "setns")
+                check(LIBC.setns(target, ALL_NAMESPACES), "setns")
                 os.chdir(settings["work"])
             else:
-                os.fchdir(descriptors[1])
-            os.close(descriptors[1])
-            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # entering a user namespace cleared it
-            answer = run(settings, request, isolated=letter == b"E")
+                os.fchdir(target)
+            child = os.fork()  # a process enters its new pid namespace only by its children
         except OSError as error:
-            answer = {"gone": error.errno == errno.ESRCH, "error": f"{error.strerror} ({error})"}
-        connection.sendall(json.dumps(answer).encode())
-    except (OSError, ValueError) as error:
-        print(f"fork server: {error!r}", file=sys.stderr, flush=True)
+            if error.errno != errno.ESRCH:  # the sandbox is dead: nothing to say
+                os.write(connection, b"\n%b error %b\n" % (mark, str(error).encode()))
+            return
+        if child == 0:
+            run_program(settings, program, connection)
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # entering a user namespace cleared it
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.write(connection, b"\n%b %d\n" % (mark, status if status >= 0 else 128 - status))
+    except OSError:
+        pass  # the service closed the connection
     finally:
         os._exit(0)
 
 
-def become_bubblewrap(settings: dict, connection: int) -> None:
-    """Replace this fork by bubblewrap; errors go to the connection."""
-    for stream in (0, 1, 2, 3):  # 3 is where bubblewrap reports the first process, and closes it
-        if stream != connection:
-            os.dup2(connection, stream)
-    os.closerange(4, 1024)
+def read_program(connection: int) -> tuple:
+    """(mark, source) of the request; the sender has sent it, or is sending it."""
+    data = os.read(connection, 1 << 16)
+    head, _, program = data.partition(b"\n")
+    mark, length = head.split()
+    while len(program) < int(length):
+        data = os.read(connection, 1 << 16)
+        if not data:
+            os._exit(0)
+        program += data
+    return mark, program
+
+
+def run_program(settings: dict, program: bytes, connection: int) -> None:
+    """Drop every right, then run ``program`` as ``__main__`` and exit as ``python`` would. Never returns."""
+    code = 126
     try:
-        os.execv(settings["bwrap"][0], settings["bwrap"])
-    except OSError as error:
-        os.write(2, f"{settings['bwrap'][0]}: {error.strerror}\n".encode())
-        os._exit(127)
+        os.setsid()
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(connection, 1)
+        os.dup2(connection, 2)
+        os.closerange(3, 1024)
+        for name, value in settings["program_limits"].items():
+            resource.setrlimit(getattr(resource, name), (value, value))
+        drop_rights()
+        sys.path[:] = settings["python_path"]
+        sys.argv[:] = ["program"]
+        os.environ.clear()
+        gc.enable()
+        code = execute(program)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
 
 
-def run(settings: dict, request: dict, isolated: bool) -> dict:
-    """Fork once more (a process enters its new pid namespace only by its children) and supervise the command."""
-    output_read, output_write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            run_command(settings, request, output_write)
-        except BaseException as error:
-            os.write(2, f"{error!r}\n".encode())
-        finally:
-            os._exit(126)
-    os.close(output_write)
-    output, truncated, timed_out = collect(child, output_read, request["timeout_s"], settings["output_bytes"])
-    if timed_out or not isolated:  # without isolation nothing else would end what the command left behind
-        kill_group(child)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return {"exit_code": status if status >= 0 else 128 - status, "output": output.decode(errors="replace"),
-            "truncated": truncated, "timed_out": timed_out}
-
-
-def kill_group(leader: int) -> None:
-    """Kill the process group that ``leader`` made, or the leader alone when it has not made it yet."""
-    for kill in (os.killpg, os.kill):
-        try:
-            kill(leader, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
-
-
-def collect(child: int, output: int, timeout_s: float, limit: int) -> tuple:
-    """(output, truncated, timed out) of the command; bytes beyond ``limit`` are read and dropped."""
-    deadline = time.monotonic() + timeout_s
-    exited = os.pidfd_open(child)
-    watched = [output, exited]
-    pieces, size = [], 0
-    while True:
-        left = deadline - time.monotonic()
-        ready = select.select(watched, [], [], left)[0] if left > 0 else []
-        if output in ready:
-            piece = os.read(output, 1 << 16)
-            if not piece:
-                watched.remove(output)
-            pieces.append(piece[: max(limit - size, 0)])
-            size += len(piece)
-        elif ready or left <= 0:
-            return b"".join(pieces), size > limit, not ready
-
-
-def run_command(settings: dict, request: dict, output: int) -> None:
-    """Drop every right, then become the command. Never returns."""
-    os.setsid()
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    stdin = os.memfd_create("stdin", 0)
-    os.write(stdin, request["stdin"].encode())
-    os.lseek(stdin, 0, os.SEEK_SET)
-    for source, stream in ((stdin, 0), (output, 1), (output, 2)):
-        os.dup2(source, stream)
-    os.closerange(3, 1024)
-    for name, value in settings["limits"].items():
-        resource.setrlimit(getattr(resource, name), (value, value))
-    drop_rights()
-    if request["kind"] == "sh":
-        os.execve("/bin/sh", ["sh", "-c", request["text"]], settings["environment"])
-    run_python(settings, request["text"])
+def execute(program: bytes) -> int:
+    """Exit status of ``program``; an exception is reported on standard error."""
+    try:
+        exec(compile(program, "program", "exec"), {"__name__": "__main__"})
+    except SystemExit as stop:
+        return stop.code & 255 if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__.tb_next if error.__traceback__ else None)
+        return 1
+    return 0
 
 
 def drop_rights() -> None:
@@ -178,25 +179,6 @@ def drop_rights() -> None:
         capability += 1
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     check(LIBC.capset(header, (ctypes.c_uint32 * 6)()), "capset")
-
-
-def run_python(settings: dict, source: str) -> None:
-    """Run ``source`` as ``__main__`` in this interpreter and exit as ``python`` would."""
-    sys.path[:] = settings["python_path"]
-    sys.argv[:] = ["program"]
-    os.environ.clear()
-    code = 0
-    try:
-        exec(compile(source, "program", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__.tb_next)
-        code = 1
-    try:
-        sys.stdout.flush()
-    finally:
-        os._exit(code & 255)
 
 
 def check(result: int, what: str) -> None:

@@ -3,6 +3,9 @@
 Two backends behind one protocol. ``bwrap`` isolates: all namespaces, no capability, an unprivileged user, read-only
 system directories, size-limited memory file systems, no network. ``none`` is a temporary directory with resource limits
 and must be asked for by name. ``SandboxPool.start`` proves the isolation and raises SandboxError otherwise.
+
+Inside, one ``/bin/sh`` reads commands from its standard input for the whole episode (a command costs about a fork);
+Python programs run in forks of the fork server. Neither sees an expected answer, so nothing is gained by tampering.
 """
 
 from __future__ import annotations
@@ -17,22 +20,21 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from glm5.env.sandbox.base import Limits
+from glm5.env.sandbox.box import Box, read_start
+from glm5.env.sandbox.directory import file_thread
 from glm5.errors import ConfigError, SandboxError
-from glm5.env.sandbox.base import ExecResult, Limits
-from glm5.env.sandbox.directory import WorkDirectory, file_thread
 
-T = TypeVar("T")
 BACKENDS = ("bwrap", "none")
 _NOBODY = 65534
 _WORK = "/work"
 _PYTHON = "/opt/python"
-_MACHINERY_S = 10.0
-"""Time that the fork server may take beyond a command's own limit before the sandbox counts as broken."""
+_INFO_DESCRIPTOR = 3
 _DIRECTORY_PREFIX = "glm5-sandbox-"
+_REMEDY = 'install bubblewrap and allow user namespaces, or write sandbox = "none" to run without isolation'
 
 
 class SandboxPool:
@@ -44,25 +46,25 @@ class SandboxPool:
             raise ConfigError(f"sandbox = {backend!r}: expected one of {', '.join(BACKENDS)}")
         self.backend = backend
         self.limits = limits or Limits()
-        self.file_thread = file_thread(_NOBODY if self._drops_user else None)
         self._ready_size = ready if backend == "bwrap" else 0
-        self._ready: deque[BoxedSandbox] = deque()
+        self._ready: deque[Box] = deque()
         self._refill: asyncio.Task[None] | None = None
-        self._open: set[BoxedSandbox] = set()
+        self._open: set[Box] = set()
         self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._file_thread = file_thread(_unprivileged_user())
 
     async def start(self) -> None:
         """Start the fork server and prove the isolation. Raises SandboxError with one line when it is missing."""
         _remove_stale_directories()
         interpreter, library = _find_interpreter()
-        settings = self._settings(library)
+        settings = _settings(self.backend, self.limits, library)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = Path(__file__).with_name("forkserver.py")
-        self._server = subprocess.Popen(
-            [interpreter, "-I", "-S", str(program), str(theirs.fileno()), json.dumps(settings)], env={},
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        theirs.close()
+        with theirs:
+            self._server = subprocess.Popen(
+                [interpreter, "-I", "-S", str(program), str(theirs.fileno()), json.dumps(settings)], env={},
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._socket = ours
         if self.backend == "bwrap":
             try:
@@ -71,13 +73,13 @@ class SandboxPool:
                 await self.close()
                 raise
 
-    async def acquire(self) -> BoxedSandbox:
+    async def acquire(self) -> Box:
         """A clean sandbox. The caller closes it."""
-        sandbox = self._ready.popleft() if self._ready else await self._create()
-        if self._ready_size and (self._refill is None or self._refill.done()):
+        box = self._ready.popleft() if self._ready else await self._create()
+        if len(self._ready) < self._ready_size and (self._refill is None or self._refill.done()):
             self._refill = asyncio.create_task(self._fill())
-        self._open.add(sandbox)
-        return sandbox
+        self._open.add(box)
+        return box
 
     @property
     def num_open(self) -> int:
@@ -89,10 +91,10 @@ class SandboxPool:
         if self._refill is not None:
             self._refill.cancel()
             await asyncio.gather(self._refill, return_exceptions=True)
-        for sandbox in [*self._open, *self._ready]:
-            await sandbox.close()
+        for box in [*self._open, *self._ready]:
+            await box.close()
         self._ready.clear()
-        self.file_thread.shutdown()
+        self._file_thread.shutdown()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -104,26 +106,12 @@ class SandboxPool:
                 self._server.wait()
             self._server = None
 
-    async def _fill(self) -> None:
-        while len(self._ready) < self._ready_size:
-            self._ready.append(await self._create())
+    def forget(self, box: Box) -> None:
+        """A sandbox that ``acquire`` gave was closed."""
+        self._open.discard(box)
 
-    async def _create(self) -> BoxedSandbox:
-        if self.backend == "none":
-            path = tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-")
-            if self._drops_user:
-                os.chown(path, _NOBODY, _NOBODY)
-            return BoxedSandbox(self, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), None, path)
-        connection = self._send(b"S")
-        try:
-            process = await _first_process(connection)
-            return BoxedSandbox(self, _open_work(process), (process, connection), None)
-        except BaseException:
-            connection.close()
-            raise
-
-    def _send(self, letter: bytes, descriptor: int | None = None) -> socket.socket:
-        """Ask the fork server for a fork; returns our end of its connection."""
+    def request_fork(self, letter: bytes, descriptor: int | None = None) -> socket.socket:
+        """Ask the fork server; returns our end of the new connection, non-blocking. See ``forkserver`` for letters."""
         if self._socket is None:
             raise SandboxError("the sandbox pool is closed; call start first")
         ours, theirs = socket.socketpair()
@@ -137,118 +125,63 @@ class SandboxPool:
         ours.setblocking(False)
         return ours
 
-    @property
-    def _drops_user(self) -> bool:
-        return os.geteuid() == 0
+    async def _fill(self) -> None:
+        while len(self._ready) < self._ready_size:
+            self._ready.append(await self._create())
 
-    def _settings(self, library: str) -> dict[str, Any]:
-        """What the fork server must know. ``library``: standard library of its interpreter."""
-        limits = self.limits
-        resources = {"RLIMIT_AS": limits.memory_bytes, "RLIMIT_CPU": limits.cpu_s, "RLIMIT_FSIZE": limits.file_bytes,
-                     "RLIMIT_NOFILE": limits.open_files, "RLIMIT_CORE": 0}
-        work, bwrap, seen_library = ".", [], library
-        if self.backend == "bwrap":
-            # Without a user namespace of its own this limit would count the user's other processes.
-            resources["RLIMIT_NPROC"] = limits.processes
-            work = _WORK
-            bwrap, seen_library = _bwrap_command(limits, library, _NOBODY if self._drops_user else os.geteuid())
-        return {"parent": os.getpid(), "user": _NOBODY if self._drops_user else None, "limits": resources, "work": work,
-                "environment": {"PATH": "/usr/bin:/bin", "HOME": work, "TMPDIR": "/tmp", "LANG": "C.UTF-8"},
-                "output_bytes": limits.output_bytes, "bwrap": bwrap,
-                "python_path": [seen_library, f"{seen_library}/lib-dynload"]}
+    async def _create(self) -> Box:
+        directory = path = None
+        if self.backend == "none":
+            path = tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-")
+            if (user := _unprivileged_user()) is not None:
+                os.chown(path, user, user)
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        connection = self.request_fork(b"S", directory)
+        try:
+            process = await read_start(connection, self.limits, isolated=self.backend == "bwrap")
+            pidfd = os.pidfd_open(process)
+            if directory is None:
+                directory = os.open(f"/proc/{process}/root{_WORK}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            connection.close()
+            raise SandboxError(f"a new sandbox cannot be reached ({error.strerror})") from None
+        except BaseException:
+            connection.close()
+            raise
+        return Box(self, self.limits, self._file_thread, connection, pidfd, directory, path)
 
     async def _prove_isolation(self) -> None:
-        remedy = 'install bubblewrap and allow user namespaces, or write sandbox = "none" to run without isolation'
         try:
-            sandbox = await self.acquire()
+            box = await self._create()
             try:
-                result = await sandbox.python(_PROBE, timeout_s=10)
+                results = [await box.exec(_SHELL_PROBE, timeout_s=10), await box.python(_PYTHON_PROBE, timeout_s=10)]
             finally:
-                await sandbox.close()
+                await box.close()
         except SandboxError as error:
-            raise SandboxError(f"sandbox: isolation does not work: {error}; {remedy}") from None
-        if result.exit_code != 0 or result.output.strip() != "isolated":
-            found = result.output.strip().splitlines()
-            raise SandboxError(f"sandbox: isolation is incomplete: {found[-1] if found else 'no output'}; {remedy}")
+            raise SandboxError(f"sandbox: isolation does not work: {error}; {_REMEDY}") from None
+        for result, expected in zip(results, (f"0000000000000000 1 {self.limits.processes}", "isolated"), strict=True):
+            if result.output.strip() != expected:
+                raise SandboxError(f"sandbox: isolation is incomplete: expected {expected!r}, got "
+                                   f"{' '.join(result.output.split())[:200]!r}; {_REMEDY}")
 
 
-class BoxedSandbox:
-    """A sandbox of a pool; see ``base.Sandbox`` for the protocol."""
-
-    def __init__(self, pool: SandboxPool, work: int, process: tuple[int, socket.socket] | None, path: str | None) -> None:
-        """``work``: open work directory; ``process``: the first process and its connection (bwrap); ``path``: of
-        the work directory (none). The sandbox owns all of them."""
-        self._pool = pool
-        self._files = WorkDirectory(work, pool.limits.file_bytes)
-        self._work = work
-        self._pidfd, self._connection = (os.pidfd_open(process[0]), process[1]) if process else (None, None)
-        self._path = path
-        self._closed = False
-
-    async def exec(self, command: str, stdin: str = "", timeout_s: float = 5.0) -> ExecResult:
-        """Run ``command`` with /bin/sh in the work directory."""
-        return await self._run("sh", command, stdin, timeout_s)
-
-    async def python(self, source: str, stdin: str = "", timeout_s: float = 5.0) -> ExecResult:
-        """Run ``source`` in a fork of a booted interpreter, about 3 ms of processor time."""
-        return await self._run("python", source, stdin, timeout_s)
-
-    async def write_file(self, path: str, text: str) -> None:
-        """Create or replace a file."""
-        await self._in_file_thread(self._files.write, path, text)
-
-    async def read_file(self, path: str) -> str | None:
-        """Text of a file or None."""
-        return await self._in_file_thread(self._files.read, path)
-
-    async def files(self) -> dict[str, str]:
-        """The whole work directory."""
-        return await self._in_file_thread(self._files.tree)
-
-    async def close(self) -> None:
-        """Kill everything inside."""
-        if self._closed:
-            return
-        self._closed = True
-        self._pool._open.discard(self)
-        self._files.close()
-        if self._pidfd is not None:
-            try:
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            os.close(self._pidfd)
-        if self._connection is not None:
-            self._connection.close()
-        if self._path is not None:
-            shutil.rmtree(self._path, ignore_errors=True)
-
-    async def _in_file_thread(self, function: Callable[..., T], *arguments: str) -> T:
-        if self._closed:
-            raise SandboxError("the sandbox is closed; acquire a new one")
-        return await asyncio.get_running_loop().run_in_executor(self._pool.file_thread, function, *arguments)
-
-    async def _run(self, kind: str, text: str, stdin: str, timeout_s: float) -> ExecResult:
-        if self._closed:
-            raise SandboxError("the sandbox is closed; acquire a new one")
-        request = {"kind": kind, "text": text, "stdin": stdin, "timeout_s": timeout_s}
-        isolated = self._pidfd is not None
-        connection = self._pool._send(b"E" if isolated else b"D", self._pidfd if isolated else self._work)
-        with connection:
-            try:
-                async with asyncio.timeout(timeout_s + _MACHINERY_S):
-                    loop = asyncio.get_running_loop()
-                    await loop.sock_sendall(connection, json.dumps(request).encode() + b"\n")
-                    answer = json.loads(await _read_all(connection) or b"{}")
-            except TimeoutError:
-                raise SandboxError(f"no answer from the sandbox {_MACHINERY_S:.0f} s after the command's limit") from None
-            except (OSError, ValueError) as error:
-                raise SandboxError(f"the sandbox's connection broke ({error})") from None
-        if answer.get("gone"):
-            return ExecResult(exit_code=137, output="the sandbox was killed by an earlier command")
-        if "exit_code" not in answer:
-            raise SandboxError(f"the sandbox could not run a command: {answer.get('error', 'no answer')}")
-        return ExecResult(**answer)
+def _settings(backend: str, limits: Limits, library: str) -> dict[str, Any]:
+    """What the fork server must know. ``library``: standard library of its interpreter."""
+    user = _unprivileged_user()
+    settings = {
+        "parent": os.getpid(), "user": user,
+        "limits": {"RLIMIT_AS": limits.memory_bytes, "RLIMIT_FSIZE": limits.file_bytes,
+                   "RLIMIT_NOFILE": limits.open_files, "RLIMIT_CORE": 0},
+        "program_limits": {"RLIMIT_CPU": limits.cpu_s},
+        "environment": {"PATH": "/usr/bin:/bin", "TMPDIR": "/tmp", "LANG": "C.UTF-8"},
+    }
+    if backend == "none":
+        return {**settings, "shell": ["/bin/sh"], "info": 2, "work": ".", "python_path": [library, f"{library}/lib-dynload"]}
+    command, library = _bwrap_command(limits, library, os.geteuid() if user is None else user)
+    # Without a user namespace of its own, this limit would count the user's other processes.
+    settings["program_limits"]["RLIMIT_NPROC"] = limits.processes
+    return {**settings, "shell": command, "info": _INFO_DESCRIPTOR, "work": _WORK,
+            "python_path": [library, f"{library}/lib-dynload"]}
 
 
 def _find_interpreter() -> tuple[str, str]:
@@ -256,7 +189,7 @@ def _find_interpreter() -> tuple[str, str]:
 
     The system's comes first: it is inside /usr, which every sandbox sees anyway.
     """
-    probe = ("import ctypes, json, os, resource, select, socket, sysconfig; "
+    probe = ("import ctypes, json, os, resource, socket, sysconfig; "
              "os.pidfd_open, socket.recv_fds; print(sysconfig.get_path('stdlib'))")
     for program in ("/usr/bin/python3", sys.executable):
         try:
@@ -265,12 +198,11 @@ def _find_interpreter() -> tuple[str, str]:
             continue
         if found.returncode == 0:
             return program, found.stdout.strip()
-    raise SandboxError(f"{sys.executable}: cannot run a plain Python program (ctypes, pidfd_open); use a complete Python 3.11 on Linux")
+    raise SandboxError(f"{sys.executable}: cannot run a plain program with ctypes and pidfd_open; use a complete Python on Linux")
 
 
 def _bwrap_command(limits: Limits, library: str, user: int) -> tuple[list[str], str]:
-    """(command line of one sandbox, standard library as seen inside). The payload ``cat`` keeps the namespaces alive
-    until its input closes."""
+    """(command line of one sandbox, standard library as seen inside)."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError('sandbox: bwrap is not installed; install bubblewrap (apt-get install bubblewrap), '
@@ -286,9 +218,12 @@ def _bwrap_command(limits: Limits, library: str, user: int) -> tuple[list[str], 
     if not library.startswith("/usr/") and _is_reachable(library, user):
         words += ["--ro-bind", library, _PYTHON]
         library = _PYTHON
+    for device in ("null", "zero", "urandom"):
+        words += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     disk = str(limits.disk_bytes)
-    words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--size", disk, "--tmpfs", "/tmp",
-              "--size", disk, "--tmpfs", _WORK, "--remount-ro", "/", "--chdir", _WORK, "--info-fd", "3", "--", "cat"]
+    words += ["--proc", "/proc", "--size", disk, "--tmpfs", "/tmp", "--size", disk, "--tmpfs", _WORK,
+              "--remount-ro", "/", "--chdir", _WORK, "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", _WORK,
+              "--info-fd", str(_INFO_DESCRIPTOR), "--", "/bin/sh"]
     return words, library
 
 
@@ -298,42 +233,9 @@ def _is_reachable(path: str, user: int) -> bool:
     return all(entry.st_mode & (0o100 if entry.st_uid == user else 0o001) for entry in found)
 
 
-async def _first_process(connection: socket.socket) -> int:
-    """Id of the sandbox's first process, once the payload echoes, which it does only in a finished sandbox."""
-    loop = asyncio.get_running_loop()
-    heard = b""
-    try:
-        async with asyncio.timeout(_MACHINERY_S):
-            await loop.sock_sendall(connection, b"ready\n")
-            while not heard.endswith(b"ready\n"):
-                try:
-                    piece = await loop.sock_recv(connection, 4096)
-                except ConnectionResetError:  # reported once when bwrap ended without reading; its message follows
-                    continue
-                if not piece:
-                    message = heard.decode(errors="replace").strip().splitlines()
-                    raise SandboxError(message[-1] if message else "bwrap ended without a message")
-                heard += piece
-    except TimeoutError:
-        raise SandboxError(f"bwrap was not ready after {_MACHINERY_S:.0f} s") from None
-    except OSError as error:
-        raise SandboxError(f"bwrap was not started ({error.strerror})") from None
-    return int(json.loads(heard[: heard.rindex(b"}") + 1])["child-pid"])
-
-
-def _open_work(process: int) -> int:
-    try:
-        return os.open(f"/proc/{process}/root{_WORK}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise SandboxError(f"the work directory of a sandbox cannot be opened ({error.strerror})") from None
-
-
-async def _read_all(connection: socket.socket) -> bytes:
-    loop = asyncio.get_running_loop()
-    pieces = []
-    while piece := await loop.sock_recv(connection, 1 << 16):
-        pieces.append(piece)
-    return b"".join(pieces)
+def _unprivileged_user() -> int | None:
+    """User id that sandboxes run as outside their namespace; None: the caller's own, who is no administrator."""
+    return _NOBODY if os.geteuid() == 0 else None
 
 
 def _remove_stale_directories() -> None:
@@ -344,7 +246,12 @@ def _remove_stale_directories() -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-_PROBE = f"""
+_SHELL_PROBE = """
+while read -r key value rest; do case "$key$value" in CapEff:*|NoNewPrivs:*) printf '%s ' "$value";; esac
+done < /proc/self/status
+while read -r first second third rest; do case "$first$second" in Maxprocesses) echo "$third";; esac; done < /proc/self/limits
+"""
+_PYTHON_PROBE = f"""
 import ctypes, os
 status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
 libc = ctypes.CDLL(None, use_errno=True)

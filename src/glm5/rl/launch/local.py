@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import httpx
 from glm5.errors import EngineError, TaskError
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
-from glm5.rl.episodes import EpisodeRunner, list_tasks
+from glm5.rl.episodes import EpisodeRunner
 from glm5.rl.supervisor import ServiceSpec, Supervisor
 from glm5.rl.weights import latest, verify
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
@@ -110,20 +111,24 @@ class RolloutStack:
         tending = asyncio.create_task(self._tend_for_ever())
         slots = asyncio.Semaphore(self.config.concurrency)
         done = 0
+        unique = f"{time.time_ns():x}"  # the gateway knows the sessions of earlier evaluations
         async with EpisodeRunner(self.config, self.gateway_url, temperature) as runner:
             async def one(taskset: str, task_id: str, index: int) -> Episode:
                 nonlocal done
-                episode_id = f"{label}-{split}-{self._weight_version}-{taskset}-{index}"
-                async with slots:
-                    attempts = await runner.attempts(lambda: self.service_urls[taskset], taskset=taskset, task_id=task_id,
-                                                     group_id=label, episode_id=episode_id)
+                async def attempt(number: int) -> Episode:
+                    async with slots:
+                        return await runner.attempt(
+                            self.service_urls[taskset], taskset=taskset, task_id=task_id, group_id=label,
+                            episode_id=f"{label}-{unique}-{taskset}-{index}a{number}")
+
+                last = (await runner.until_measured(attempt))[-1]
                 done += 1
                 bar.advance(done, done)
-                return attempts[-1]
+                return last
 
             try:
                 tasks = [(name, task_id, index) for name in names for index, task_id in enumerate(
-                    await list_tasks(runner.http, self.service_urls[name], name, split, 0, count))]
+                    await runner.list_tasks(self.service_urls[name], name, split, 0, count))]
                 if not tasks:
                     raise TaskError(f"{', '.join(names)}: the task services list no {split} tasks")
                 running = [asyncio.create_task(one(*task)) for task in tasks]

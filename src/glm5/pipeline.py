@@ -1,0 +1,364 @@
+"""A whole run: tokenizer → training stages → demonstrations → SFT → RL → evaluation → report, from one TOML file.
+
+A pipeline is a run directory whose stages are run directories below it. Each step ends in one file (a tokenizer, a
+``final.json``, a row file in ``rows/``) that appears atomically; a pipeline that is started again skips what has its file
+and continues the first step that has not. Every number of the report is computed from these files.
+
+Held-out tasks are used in two disjoint slices: the report scores tasks [0, tasks), SFT decides when to stop on the
+``stop_tasks`` after them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from glm5.clock import Clock
+from glm5.config import apply_overrides, build_config, load_config, read_toml
+from glm5.errors import ConfigError, DataError
+from glm5.records import Episode
+from glm5.rl.config import RLConfig
+from glm5.runlog import RunLog, read_jsonl, write_atomic
+from glm5.train.config import StageConfig
+
+if TYPE_CHECKING:
+    from glm5.model.transformer import GlmMoeDsaForCausalLM
+    from glm5.rl.launch.local import RolloutStack
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerConfig:
+    """The tokenizer of the run."""
+
+    vocab_size: int = 1024
+    """Vocabulary, special tokens included."""
+    sources: tuple[str, ...] = ("stdlib",)
+    """Document sources: ``stdlib``, a folder, a ``.jsonl`` or a ``.parquet`` file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportConfig:
+    """What the report measures on held-out tasks."""
+
+    tasks: int = 240
+    """Held-out tasks per taskset for pass@1 after SFT and after RL."""
+    temperature: float = 1.0
+    """Sampling temperature of pass@1."""
+    stop_tasks: int = 64
+    """Further held-out tasks per taskset that decide when SFT stops."""
+    drafts: int = 4
+    """Tokens drafted per verification for the MTP acceptance length."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """``pipeline.toml``: paths of stages are relative to the file, ``run_dir`` to the working directory."""
+
+    name: str
+    """Name of the run."""
+    run_dir: str
+    """Run directory of the pipeline; stages lie below it."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """The tokenizer of the run."""
+    stages: tuple[str, ...]
+    """Stage files in order, SFT last."""
+    rl: str
+    """RL file."""
+    demonstrations: dict[str, int]
+    """Demonstrations of each taskset that SFT learns from."""
+    report: ReportConfig = field(default_factory=ReportConfig)
+    """What the report measures."""
+
+
+def run_pipeline(path: Path, overrides: Sequence[str] = ()) -> Path:
+    """Run the pipeline of ``path`` to its end, or continue it; give the path of the report."""
+    return Pipeline(path, overrides).run()
+
+
+class Pipeline:
+    """One run; every method is a step that does nothing when its result exists."""
+
+    def __init__(self, path: Path, overrides: Sequence[str]) -> None:
+        data = apply_overrides(read_toml(path), overrides)
+        self.config = build_config(PipelineConfig, data, str(path))
+        self.run_dir = Path(self.config.run_dir)
+        self.stages = [load_config(StageConfig, path.parent / name) for name in self.config.stages]
+        self.rl = load_config(RLConfig, path.parent / self.config.rl)
+        if set(self.config.demonstrations) != set(self.rl.tasksets):
+            raise ConfigError(f"{path}: demonstrations name {sorted(self.config.demonstrations)}, {self.config.rl} has "
+                              f"tasksets {sorted(self.rl.tasksets)}; name the same ones")
+        if not self.stages or self.stages[-1].stage != "sft":
+            raise ConfigError(f"{path}: stages must end with an sft stage")
+        self._log = RunLog(self.run_dir)
+        self._log.write_config({"pipeline": dataclasses.asdict(self.config), "rl": dataclasses.asdict(self.rl),
+                                "stages": [dataclasses.asdict(stage) for stage in self.stages]})
+        self._clock = Clock(self.run_dir / "clock.json")
+
+    def run(self) -> Path:
+        """All steps in order."""
+        self._log.event("pipeline_started")
+        with self._clock.step("run"):
+            self._check_sandbox()
+            self._train_tokenizer()
+            for stage in self.stages[:-1]:
+                self._run_stage(stage)
+            self._rows("mtp", self._measure_mtp)
+            self._write_demonstrations()
+            self._train_sft()
+            self._rows("pass_at_1.sft", lambda: self._measure_skill("sft", self._final(self.stages[-1].name)))
+            final = self._train_rl()
+            self._rows("pass_at_1.rl", lambda: self._measure_skill("rl", final))
+            self._publish_final(final)
+        report = self._write_report()
+        self._log.event("pipeline_finished")
+        return report
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _check_sandbox(self) -> None:
+        """Fail in the first second, not after the training, when isolation is missing."""
+        from glm5.env.service import require_sandbox
+
+        require_sandbox(self.rl.sandbox)
+
+    def _train_tokenizer(self) -> None:
+        from glm5.data.sources import read_documents
+        from glm5.tokenizer.bpe import train_tokenizer
+
+        directory = self.run_dir / "tokenizer"
+        if directory.exists():
+            return
+        with self._clock.step("tokenizer"):
+            documents = read_documents(self.config.tokenizer.sources)
+            trained = train_tokenizer((document.text for document in documents), self.config.tokenizer.vocab_size)
+            temporary = self.run_dir / "tokenizer.tmp"
+            shutil.rmtree(temporary, ignore_errors=True)
+            trained.save(temporary)
+            temporary.rename(directory)
+
+    def _run_stage(self, stage: StageConfig,
+                   evaluate: Callable[[GlmMoeDsaForCausalLM, int], dict[str, float]] | None = None) -> Path:
+        from glm5.train.stages import run_stage
+
+        placed = dataclasses.replace(stage, tokenizer=str(self.run_dir / "tokenizer"))
+        with self._clock.step(stage.name):
+            return run_stage(placed, self.run_dir / stage.name, evaluate)
+
+    def _final(self, name: str) -> Path:
+        from glm5.train.checkpoint import final_checkpoint
+
+        checkpoint = final_checkpoint(self.run_dir / name)
+        if checkpoint is None:
+            raise ConfigError(f"{self.run_dir / name}: no finished run; remove {self.run_dir} and run again")
+        return checkpoint
+
+    def _write_demonstrations(self) -> None:
+        """One conversations file for all tasksets, where the SFT stage expects it."""
+        from glm5.env.service import write_demonstrations
+
+        target = self._demonstrations()
+        if target.exists():
+            return
+        with self._clock.step("demonstrations"):
+            text = ""
+            for name, count in self.config.demonstrations.items():
+                part = self.run_dir / f"demonstrations.{name}.jsonl"
+                write_demonstrations(name, count, part, self.rl.sandbox)
+                text += part.read_text(encoding="utf-8")
+                part.unlink()
+            write_atomic(target, text)
+
+    def _demonstrations(self) -> Path:
+        return self.run_dir / "demonstrations.jsonl"
+
+    def _train_sft(self) -> None:
+        """SFT with held-out pass@1 on real episodes as the stopping rule."""
+        from glm5.model.checkpoint import save_model
+        from glm5.train.checkpoint import final_checkpoint
+
+        stage = dataclasses.replace(self.stages[-1], data=dataclasses.replace(
+            self.stages[-1].data, conversations=(str(self._demonstrations()),)))
+        if final_checkpoint(self.run_dir / stage.name) is not None:
+            return
+        start = self._final(self.stages[-2].name) if len(self.stages) > 1 else self.run_dir / "tokenizer"
+        scratch = self.run_dir / stage.name / "evaluated"
+        with self._stack(start, stage.name) as stack:
+
+            def evaluate(model: GlmMoeDsaForCausalLM, step: int) -> dict[str, float]:
+                shutil.rmtree(scratch, ignore_errors=True)
+                save_model(model, scratch, self.run_dir / "tokenizer")
+                stack.update_weights(scratch, step)
+                episodes = self._evaluate(stack, f"sft-{step}", self.config.report.tasks, self.config.report.stop_tasks)
+                return _mean_rewards(episodes)
+
+            self._run_stage(stage, evaluate)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+    def _train_rl(self) -> Path:
+        from glm5.rl.trainer import run_rl
+
+        with self._clock.step(self.rl.name):
+            return run_rl(self.rl, self.run_dir / self.rl.name)
+
+    def _publish_final(self, checkpoint: Path) -> None:
+        """``final/``: the trained model as a directory that Transformers loads."""
+        from glm5.model.checkpoint import load_model, save_model
+
+        target = self.run_dir / "final"
+        if not target.exists():
+            save_model(load_model(checkpoint), target, self.run_dir / "tokenizer")
+
+    # -- measurements ----------------------------------------------------------------------------------------------
+
+    def _rows(self, name: str, measure: Callable[[], list[Row]]) -> list[Row]:
+        """Rows of a measurement, taken once and kept in ``rows/NAME.json``."""
+        path = self.run_dir / "rows" / f"{name}.json"
+        if path.exists():
+            return list(json.loads(path.read_text()))
+        path.parent.mkdir(exist_ok=True)
+        with self._clock.step(f"evaluation.{name}"):
+            rows = measure()
+        write_atomic(path, json.dumps(rows, indent=1))
+        return rows
+
+    def _stack(self, checkpoint: Path, name: str) -> RolloutStack:
+        from glm5.rl.launch.local import RolloutStack
+
+        return RolloutStack(self.rl, checkpoint, self.run_dir / "evaluation" / name)
+
+    def _evaluate(self, stack: RolloutStack, label: str, offset: int, count: int) -> list[Episode]:
+        return stack.evaluate(count=count, offset=offset, temperature=self.config.report.temperature, label=label)
+
+    def _measure_skill(self, label: str, checkpoint: Path) -> list[Row]:
+        """Held-out pass@1 of each taskset, and their mean."""
+        from glm5.eval.suites.tasksets import pass_at_1_rows
+
+        with self._stack(checkpoint, label) as stack:
+            episodes = self._evaluate(stack, label, 0, self.config.report.tasks)
+        return pass_at_1_rows(label, episodes)
+
+    def _measure_mtp(self) -> list[Row]:
+        """Acceptance length on the model's own greedy continuation of held-out text."""
+        from glm5.engine.speculative import mtp_acceptance
+        from glm5.model.checkpoint import load_model
+        from glm5.tokenizer.bpe import load_tokenizer
+        from glm5.train.stages import held_out_batches
+
+        stage = self.stages[-2]
+        model = load_model(self._final(stage.name))
+        tokenizer = load_tokenizer(self.run_dir / "tokenizer")
+        batches = held_out_batches(stage.data, stage.length, tokenizer, self.run_dir / "token-cache")
+        prompts = [row[:128].tolist() for batch in batches for row in batch.ids_BT][:32]
+        if not prompts:
+            raise DataError(f"stage {stage.name}: data.held_out_rows is 0; the MTP acceptance length needs held-out text")
+        drafts = self.config.report.drafts
+        length = mtp_acceptance(model, prompts, drafts=drafts)
+        return [{"name": "mtp.acceptance_length", "value": length, "unit": f"tokens per verification of {drafts} drafts",
+                 "n": len(prompts)}]
+
+    # -- report ----------------------------------------------------------------------------------------------------
+
+    def _write_report(self) -> Path:
+        from glm5.eval.report import build_report
+
+        rl_dir = self.run_dir / self.rl.name
+        sections = {
+            "Language modelling": self._language_rows(),
+            "Multi-token prediction": self._rows("mtp", self._measure_mtp),
+            "Held-out pass@1": _skill_rows(self.run_dir),
+            "Reinforcement learning": self._rl_rows(rl_dir),
+            "Cost": self._cost_rows(),
+        }
+        return build_report(
+            self.run_dir, f"run {self.config.name}", sections,
+            curve=[record for record in read_jsonl(rl_dir / "metrics.jsonl") if "reward_mean" in record])
+
+    def _language_rows(self) -> list[Row]:
+        pretrain, sparse = self.stages[0].name, _last_named(self.stages, "dsa-sparse")
+        initial = _held_out(self.run_dir / pretrain, "initial", "dense")
+        final = _held_out(self.run_dir / pretrain, "final", "dense")
+        dense, selected = (_held_out(self.run_dir / sparse, "final", mode) for mode in ("dense", "sparse"))
+        fall = 1 - final["bits_per_byte"] / initial["bits_per_byte"]
+        gap = selected["nats_per_token"] / dense["nats_per_token"] - 1
+        return [
+            {"name": "bpb.initial", "value": initial["bits_per_byte"], "unit": "bits/byte", "n": initial["bytes"]},
+            {"name": "bpb.final", "value": final["bits_per_byte"], "unit": "bits/byte", "n": final["bytes"],
+             "baseline": "bpb.initial", "ratio": 1 - fall, "goal": "at least 45% below", "met": fall >= 0.45},
+            {"name": "loss.dense", "value": dense["nats_per_token"], "unit": "nats/token", "n": dense["tokens"]},
+            {"name": "loss.sparse", "value": selected["nats_per_token"], "unit": "nats/token", "n": selected["tokens"],
+             "baseline": "loss.dense", "ratio": 1 + gap, "goal": "within 0.5%", "met": abs(gap) <= 0.005},
+        ]
+
+    def _rl_rows(self, rl_dir: Path) -> list[Row]:
+        from glm5.rl.trainer import run_summary
+
+        return run_summary(rl_dir)
+
+    def _cost_rows(self) -> list[Row]:
+        rows = [{"name": f"wall_s.{name}", "value": round(seconds, 1), "unit": "s"}
+                for name, seconds in self._clock.seconds.items()]
+        rows.append({"name": "peak_rss_bytes", "value": self._clock.peak_rss_bytes, "unit": "bytes",
+                     "goal": "under 6 GB", "met": self._clock.peak_rss_bytes < 6e9})
+        for stage in self.stages:
+            metrics = read_jsonl(self.run_dir / stage.name / "metrics.jsonl")
+            speeds = [record["tokens_per_s"] for record in metrics if "tokens_per_s" in record]
+            if speeds:
+                mean = len(speeds) / sum(1 / speed for speed in speeds)
+                rows.append({"name": f"tokens_per_s.{stage.name}", "value": round(mean, 1), "unit": "tokens/s",
+                             "n": len(speeds)})
+        return rows
+
+
+def _mean_rewards(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Mean reward by taskset and over tasksets; episodes without a reward do not count."""
+    by_taskset: dict[str, list[float]] = {}
+    for episode in episodes:
+        if episode.reward is not None:
+            by_taskset.setdefault(episode.taskset, []).append(episode.reward)
+    means = {f"pass_at_1.{name}": math.fsum(values) / len(values) for name, values in by_taskset.items()}
+    if not means:
+        reasons = Counter(episode.reason for episode in episodes).most_common(1)
+        raise DataError(f"no evaluated episode has a reward; most common reason: {reasons}")
+    return {**means, "pass_at_1.mean": math.fsum(means.values()) / len(means)}
+
+
+def _skill_rows(run_dir: Path) -> list[Row]:
+    """Rows after SFT and after RL, with what the difference of the means says."""
+    sft, rl = (json.loads((run_dir / "rows" / f"pass_at_1.{name}.json").read_text()) for name in ("sft", "rl"))
+    before = {row["name"].replace(".sft.", ".rl."): row for row in sft}
+    for row in rl:
+        base = before[row["name"]]
+        row["baseline"] = base["name"]
+        if base["value"]:
+            row["ratio"] = row["value"] / base["value"]
+        if row["name"].endswith(".mean"):
+            row["goal"] = "20 points above, intervals apart"
+            row["met"] = row["value"] - base["value"] >= 0.20 and row["low"] > base["high"]
+        else:
+            row["goal"] = "not below"
+            row["met"] = row["value"] >= base["value"]
+    return [*sft, *rl]
+
+
+def _held_out(stage_dir: Path, when: str, attention: str) -> Row:
+    """Last ``held_out`` event of a stage for this moment and attention."""
+    for event in reversed(read_jsonl(stage_dir / "events.jsonl")):
+        if (event["kind"], event.get("when"), event.get("attention")) == ("held_out", when, attention):
+            return event
+    raise DataError(f"{stage_dir}: no held_out event ({when}, {attention}); set data.held_out_rows above 0")
+
+
+def _last_named(stages: Sequence[StageConfig], kind: str) -> str:
+    names = [stage.name for stage in stages if stage.stage == kind]
+    if not names:
+        raise ConfigError(f"the pipeline has no {kind} stage; add one to stages")
+    return names[-1]

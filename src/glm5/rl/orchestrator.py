@@ -1,0 +1,301 @@
+"""The orchestrator: starts episodes, groups them, paces them. An asyncio process; task services register with it.
+
+One loop opens a group whenever pacing and concurrency allow, for the taskset whose turn it is by ratio, and starts its
+``group_size`` episodes. Refill is continuous: nothing waits for a batch to end. When every slot of a group has ended,
+the group enters the ledger whole. The trainer is seen only through the ledger's progress row; nothing starts before
+that names a policy version.
+
+Task indices grow per taskset and are reserved in the ledger before the first episode starts, so that a restart repeats
+none. Groups that a dead orchestrator left open are dropped as ``interrupted``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from glm5.errors import ServiceError, TaskError
+from glm5.process import serve_app
+from glm5.records import Episode
+from glm5.rl.config import RLConfig, read_rl_config
+from glm5.rl.episodes import EpisodeRunner, failed_episode
+from glm5.rl.ledger import Ledger
+from glm5.rl.pacing import RatioPicker, may_start_groups
+from glm5.rl.registry import Registry, TaskService
+from glm5.runlog import RunLog
+
+POLL_S = 0.05
+"""How often the trainer's progress is read; also the longest idle time of the loop."""
+TASK_BLOCK = 64
+"""Task ids fetched at once."""
+AUDIT_PERIOD_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    group_id: str
+    taskset: str
+    task_id: str
+
+
+class Orchestrator:
+    """State of the process; ``run`` is its loop."""
+
+    def __init__(self, config: RLConfig, run_dir: Path, gateway_url: str) -> None:
+        self._config, self._gateway_url = config, gateway_url
+        self._log = RunLog(run_dir)
+        self._ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups)
+        self.registry = Registry()
+        self._picker = RatioPicker(config.tasksets)
+        self._task_ids: dict[str, deque[tuple[int, str]]] = {taskset: deque() for taskset in config.tasksets}
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._groups: set[asyncio.Task[None]] = set()
+        self._attempts: dict[str, set[asyncio.Task[Episode]]] = {}
+        self._unfinished = 0
+        self._started = self._finished = 0
+        self._wake = asyncio.Event()
+        self._last_audit = 0.0
+
+    async def run(self) -> None:
+        """Open and run groups until cancelled."""
+        interrupted = self._ledger.drop_open_groups("interrupted")
+        self._log.event("orchestrator_started", interrupted_groups=interrupted)
+        try:
+            async with EpisodeRunner(self._config, self._gateway_url, self._config.temperature) as runner:
+                while True:
+                    self._give_up_on_dead_services()
+                    self._audit()
+                    while await self._open_group(runner):
+                        pass
+                    await self._pause()
+        finally:
+            for group in self._groups:
+                group.cancel()
+            await asyncio.gather(*self._groups, return_exceptions=True)
+            self._ledger.drop_open_groups("run_ended")
+            self._ledger.close()
+
+    def stats(self) -> dict[str, Any]:
+        """What runs, what became of what ran, who serves."""
+        now = time.monotonic()
+        services = [{"id": service.service_id, "url": service.url, "alive": service.is_alive(now),
+                     "running": service.running, "tasksets": sorted(service.tasksets)}
+                    for service in self.registry.all()]
+        return {"episodes_unfinished": self._unfinished, "episodes_started": self._started,
+                "episodes_finished": self._finished, "may_start_groups": self._may_start(), "services": services,
+                "progress": asdict(self._ledger.progress()), "ledger": asdict(self._ledger.counts()),
+                "violations": self._ledger.check()}
+
+    def progress(self) -> dict[str, Any]:
+        """How far the trainer is and how many groups may start."""
+        return {**asdict(self._ledger.progress()), "may_start_groups": self._may_start()}
+
+    def _may_start(self) -> int:
+        progress = self._ledger.progress()
+        if progress.version < 0:  # the trainer is not ready
+            return 0
+        accepted, in_flight = self._ledger.accepted_and_in_flight()
+        return may_start_groups(eta=self._config.eta, step=progress.step, batch_groups=self._config.groups_per_batch,
+                                accepted=accepted, in_flight=in_flight)
+
+    async def _open_group(self, runner: EpisodeRunner) -> bool:
+        """Open one group if it may start now; False when not."""
+        if self._unfinished >= self._config.concurrency or self._may_start() == 0:
+            return False
+        taskset = self._picker.pick(self.registry.served(time.monotonic()))
+        if taskset is None:
+            return False
+        task = await self._next_task(runner, taskset)
+        if task is None:
+            return False
+        index, task_id = task
+        group = _Group(f"{taskset}-{index}", taskset, task_id)
+        size = self._config.group_size
+        self._ledger.open_group(group.group_id, taskset=taskset, task_id=task_id, task_index=index, size=size)
+        self._unfinished += size
+        running = asyncio.create_task(self._run_group(runner, group))
+        self._groups.add(running)
+        running.add_done_callback(self._group_done)
+        return True
+
+    async def _next_task(self, runner: EpisodeRunner, taskset: str) -> tuple[int, str] | None:
+        """The next unused training task; None when its service does not answer now."""
+        waiting = self._task_ids[taskset]
+        if not waiting:
+            service = self.registry.choose(taskset, time.monotonic())
+            if service is None:
+                return None
+            first = self._ledger.next_task_index(taskset)
+            try:
+                task_ids = await runner.list_tasks(service.url, taskset, "train", first, TASK_BLOCK)
+            except (TaskError, OSError, TimeoutError) as error:
+                self._log.event("tasks_not_listed", taskset=taskset, error=str(error))
+                return None
+            if not task_ids:
+                raise ServiceError(f"taskset {taskset}: no training task at index {first}; give it more tasks or fewer "
+                                   "steps")
+            waiting.extend(enumerate(task_ids, first))
+        return waiting.popleft()
+
+    async def _run_group(self, runner: EpisodeRunner, group: _Group) -> None:
+        slots = await asyncio.gather(*(self._run_slot(runner, group, slot) for slot in range(self._config.group_size)))
+        reason = self._ledger.close_group(group.group_id, slots)
+        failures = [attempt.reason for attempts in slots for attempt in attempts if attempt.outcome == "infra_error"]
+        if reason:
+            self._log.event("group_dropped", group_id=group.group_id, reason=reason)
+        if failures:
+            self._log.event("episodes_failed", group_id=group.group_id, count=len(failures), first=failures[0])
+
+    def _group_done(self, group: asyncio.Task[None]) -> None:
+        self._groups.discard(group)
+        self._wake.set()
+
+    async def _run_slot(self, runner: EpisodeRunner, group: _Group, slot: int) -> list[Episode]:
+        async def attempt(number: int) -> Episode:
+            async with self._slots:
+                self._started += 1
+                return await self._attempt(runner, group, f"{group.group_id}-s{slot}a{number}")
+
+        try:
+            return await runner.until_measured(attempt)
+        finally:
+            self._unfinished -= 1
+            self._finished += 1
+            self._wake.set()
+
+    async def _attempt(self, runner: EpisodeRunner, group: _Group, episode_id: str) -> Episode:
+        """One attempt at the best live service; ends when that service is declared dead."""
+        names = {"taskset": group.taskset, "task_id": group.task_id, "group_id": group.group_id,
+                 "episode_id": episode_id}
+        started_at = time.time()
+        service = await self._wait_for_service(group.taskset)
+        if service is None:
+            return failed_episode(f"no live task service for {group.taskset}", started_at=started_at, **names)
+        running = asyncio.create_task(runner.attempt(service.url, **names))
+        attempts = self._attempts.setdefault(service.service_id, set())
+        attempts.add(running)
+        self.registry.get(service.service_id).running += 1
+        try:
+            await asyncio.wait({running})
+        finally:
+            running.cancel()
+            attempts.discard(running)
+            self.registry.get(service.service_id).running -= 1
+        if running.cancelled():
+            return failed_episode(f"task service {service.service_id} died", started_at=started_at, **names)
+        return running.result()
+
+    async def _wait_for_service(self, taskset: str) -> TaskService | None:
+        deadline = time.monotonic() + self._config.episode_timeout_s
+        while time.monotonic() < deadline:
+            service = self.registry.choose(taskset, time.monotonic())
+            if service is not None:
+                return service
+            await asyncio.sleep(POLL_S)
+        return None
+
+    def _give_up_on_dead_services(self) -> None:
+        now = time.monotonic()
+        for service in self.registry.all():
+            attempts = self._attempts.get(service.service_id, set())
+            if attempts and not service.is_alive(now):
+                self._log.event("task_service_dead", id=service.service_id, episodes=len(attempts))
+                for attempt in list(attempts):
+                    attempt.cancel()
+
+    def _audit(self) -> None:
+        """The accounting invariant, checked while running: books that do not balance must not train anything."""
+        now = time.monotonic()
+        if now - self._last_audit < AUDIT_PERIOD_S:
+            return
+        self._last_audit = now
+        violations = self._ledger.check()
+        if violations:
+            raise ServiceError(f"ledger: {violations[0]} ({len(violations)} invariants broken); stop and inspect it")
+
+    async def _pause(self) -> None:
+        """Until an episode ends, or long enough to look at the trainer's progress again."""
+        self._wake.clear()
+        for group in list(self._groups):
+            if group.done():
+                group.result()  # an error of ours ends the process
+        try:
+            async with asyncio.timeout(POLL_S):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+
+def build_app(orchestrator: Orchestrator) -> Starlette:
+    """ASGI application around an orchestrator; its loop lives as long as the application."""
+    async def register(request: Request) -> JSONResponse:
+        body = await request.json()
+        try:
+            orchestrator.registry.register(str(body["id"]), str(body["url"]), int(body["capacity"]),
+                                           [str(name) for name in body["tasksets"]], time.monotonic())
+        except (KeyError, TypeError, ValueError) as error:
+            return _refusal(422, f"register: {error!r}; send id, url, capacity and tasksets")
+        return JSONResponse({"registered": True})
+
+    async def heartbeat(request: Request) -> JSONResponse:
+        service_id = str((await request.json()).get("id"))
+        if orchestrator.registry.heartbeat(service_id, time.monotonic()):
+            return JSONResponse({"alive": True})
+        return _refusal(404, f"heartbeat: service {service_id!r} is not registered; register again")
+
+    async def stats(request: Request) -> JSONResponse:
+        return JSONResponse(orchestrator.stats())
+
+    async def progress(request: Request) -> JSONResponse:
+        return JSONResponse(orchestrator.progress())
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        loop = asyncio.create_task(orchestrator.run())
+        loop.add_done_callback(_end_process_on_failure)
+        try:
+            yield
+        finally:
+            loop.cancel()
+            await asyncio.gather(loop, return_exceptions=True)
+
+    routes = [Route("/register", register, methods=["POST"]), Route("/heartbeat", heartbeat, methods=["POST"]),
+              Route("/stats", stats), Route("/progress", progress), Route("/health", health)]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+def run_orchestrator(config: Path, run_dir: Path, gateway_url: str, host: str = "127.0.0.1", port: int = 0,
+                     ready_file: Path | None = None) -> None:
+    """Run until SIGTERM. ``config`` is a TOML file or the ``config.json`` of a run."""
+    loaded = read_rl_config(config)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    serve_app(build_app(Orchestrator(loaded, run_dir, gateway_url)), host, port, ready_file)
+
+
+def _refusal(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
+
+
+def _end_process_on_failure(loop: asyncio.Task[None]) -> None:
+    """A loop that failed must not leave a process that looks well; the supervisor starts a new one."""
+    if not loop.cancelled() and loop.exception() is not None:
+        traceback.print_exception(loop.exception(), file=sys.stderr)
+        os.kill(os.getpid(), signal.SIGTERM)

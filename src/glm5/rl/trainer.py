@@ -1,0 +1,336 @@
+"""The trainer: leases batches from the ledger, steps, publishes weights, writes checkpoints.
+
+One step: lease → forward over packed samples with sparse attention → log-probs of the sampled tokens → double-sided
+mask loss → backward → clip → optimizer. Episodes keep running meanwhile: services are processes, weights are pushed by
+a thread. Indexers, MTP layer and router bias are frozen.
+
+Order at a restart-critical point: the checkpoint with the batch ids is on disk before their batches are acked, and a
+version is in the ledger before an engine can sample with it. After a crash at any instruction the next start loads the
+newest complete checkpoint, tells the ledger which batches it holds, publishes its weights under a new version and goes
+on. In synchronous mode the progress row moves only when every engine holds the new version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5.errors import ConfigError, ServiceError
+from glm5.model.checkpoint import load_model
+from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.records import Episode
+from glm5.rl.config import RLConfig
+from glm5.rl.launch.local import RolloutStack
+from glm5.rl.ledger import LeasedBatch, Ledger
+from glm5.rl.losses import Mismatch, double_sided_mask_loss
+from glm5.rl.packing import micro_batches
+from glm5.rl.push import WeightPusher
+from glm5.rl.supervisor import poll_until
+from glm5.rl.weights import WeightVersion, newest_version, publish, retain
+from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
+from glm5.train.checkpoint import (
+    TrainerState,
+    final_checkpoint,
+    latest_checkpoint,
+    load_trainer_state,
+    mark_final,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from glm5.train.losses import token_entropy, token_logprobs
+from glm5.train.optimizers import Optimizer, build_optimizer
+from glm5.train.schedules import lr_factor
+
+POLL_S = 0.02
+PUSH_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    metrics: dict[str, float]
+    tokens: int
+    """Tokens trained on, padding not counted."""
+    finite: bool
+    """Whether the update was applied."""
+
+
+def run_rl(config: RLConfig, run_dir: Path, init_dir: Path | None = None) -> Path:
+    """Train to the end, or go on where an earlier start stopped; gives the final checkpoint.
+
+    ``init_dir`` overrides ``config.init``. Raises ConfigError, CheckpointError, ServiceError, WeightSyncError.
+    """
+    finished = final_checkpoint(run_dir)
+    if finished is not None:
+        return finished
+    resolved = init_dir or resolve_init(config.init, run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(config.trainer_threads)
+    torch.manual_seed(config.seed)
+    trainer = Trainer(config, run_dir, resolved)
+    try:
+        checkpoint = trainer.run()
+    finally:
+        trainer.close()
+    mark_final(run_dir, checkpoint)
+    return checkpoint
+
+
+def resolve_init(init: str, run_dir: Path) -> Path:
+    """Directory of ``init``: a path, or ``stage:NAME`` for the final checkpoint of run NAME beside ``run_dir``."""
+    if not init.startswith("stage:"):
+        if not (Path(init) / "config.json").is_file():
+            raise ConfigError(f"init={init!r}: no checkpoint there (config.json is missing); give a checkpoint "
+                              "directory")
+        return Path(init)
+    stage_dir = run_dir.parent / init.removeprefix("stage:")
+    found = final_checkpoint(stage_dir)
+    if found is None:
+        raise ConfigError(f"init={init!r}: {stage_dir} has no finished run; run that stage first or give a checkpoint "
+                          "directory")
+    return found
+
+
+def freeze(model: GlmMoeDsaForCausalLM) -> None:
+    """Leave only what reinforcement learning trains: everything but the indexers and the MTP layer."""
+    mtp_prefix = f"model.layers.{model.config.num_hidden_layers}."
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".indexer." not in name and not name.startswith(mtp_prefix))
+
+
+def policy_step(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, batch: LeasedBatch, config: RLConfig,
+                lr_scale: float) -> StepResult:
+    """One update on ``batch``; nothing changes when loss or gradient is not finite."""
+    optimizer.zero_grad()
+    mismatch = Mismatch()
+    loss = entropy = 0.0
+    tokens = padded = 0
+    for part in micro_batches(batch, config.max_tokens_per_microbatch):
+        hidden_BTD = model.hidden(part.ids_BT, part.positions_BT, part.documents_BT, attention="sparse").hidden_BTD
+        hidden_MD = hidden_BTD.flatten(0, 1)[part.predictors]
+        logprobs = token_logprobs(hidden_MD, model.lm_head.weight, part.labels, config.temperature)
+        result = double_sided_mask_loss(logprobs, part.behaviour, part.advantages, part.coefficients,
+                                        eps_low=config.eps_low, eps_high=config.eps_high)
+        torch.autograd.backward(result.loss)
+        mismatch.add(result, part.staleness)
+        loss += float(result.loss.detach())
+        entropy += float(token_entropy(hidden_MD.detach(), model.lm_head.weight, config.temperature).sum())
+        tokens += part.tokens
+        padded += part.ids_BT.numel()
+    norms = optimizer.clip_gradients()
+    if norms.finite:
+        optimizer.step(lr_scale)
+    metrics = mismatch.metrics()
+    metrics |= {"loss": loss, "grad_norm": norms.main, "entropy": entropy / max(metrics["sampled_tokens"], 1.0),
+                "lr": config.optimizer.lr * lr_scale, "packing": tokens / padded}
+    return StepResult(metrics, tokens, norms.finite)
+
+
+class Trainer:
+    """One start of a run: model, optimizer, ledger, and the services it keeps alive."""
+
+    def __init__(self, config: RLConfig, run_dir: Path, init_dir: Path) -> None:
+        self.config, self.run_dir = config, run_dir
+        self._log = RunLog(run_dir)
+        self._log.write_config(config)
+        start = latest_checkpoint(run_dir)
+        self._tokenizer_dir = init_dir
+        self._model = load_model(start or init_dir, dtype=torch.float32)
+        freeze(self._model)
+        self._optimizer = build_optimizer(self._model, config.optimizer)
+        self.state = load_trainer_state(start, self._optimizer) if start else TrainerState()
+        self._ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups)
+        self._started = time.monotonic()
+        self._elapsed_before = self.state.elapsed_s
+        self._last_batch = max((int(batch) for batch in self.state.batch_ids), default=0)
+        self._mark = self._ledger.rewards_since(0)[1]
+        self._engine_seen: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Close the ledger."""
+        self._ledger.close()
+
+    def run(self) -> Path:
+        """Start the services, train, stop them; gives the last checkpoint."""
+        returned = self._ledger.recover(self._last_batch, self.state.step)
+        self._ledger.set_progress(self.state.step, -1)  # nothing may start before the services are up
+        published = self._publish()
+        self._log.event("rl_started", step=self.state.step, version=published.version, returned_groups=returned)
+        stack = RolloutStack(self.config, published.directory, self.run_dir, weight_version=published.version,
+                             orchestrate=True)
+        with stack, WeightPusher([stack.engine_url], self._log.event) as pusher:
+            pusher.submit(published)
+            self._await_push(stack, pusher, published)
+            self._ledger.set_progress(self.state.step, published.version)
+            self._engine_seen = stack.engine_stats()
+            with progress_bar(self.config.name, self.config.steps) as bar:
+                path = self._loop(stack, pusher, bar)
+        self._log.event("rl_finished", step=self.state.step, elapsed_s=self.state.elapsed_s)
+        return path
+
+    def _loop(self, stack: RolloutStack, pusher: WeightPusher, bar: ProgressBar) -> Path:
+        tokens_before = self.state.tokens
+        path = latest_checkpoint(self.run_dir)
+        while not self._is_finished():
+            step_started = time.monotonic()
+            batch = self._next_batch(stack)
+            train_started = time.monotonic()
+            result = policy_step(self._model, self._optimizer, batch, self.config,
+                                 lr_factor(self.config.schedule, self.state.step, self.config.steps))
+            train_s = time.monotonic() - train_started
+            self._last_batch = batch.batch_id
+            self.state = dataclasses.replace(
+                self.state, step=self.state.step + 1, tokens=self.state.tokens + result.tokens,
+                skipped=self.state.skipped + (not result.finite), batch_ids=(str(batch.batch_id),),
+                elapsed_s=self._elapsed_before + time.monotonic() - self._started)
+            self._share(stack, pusher)
+            if self.state.step % self.config.checkpoint_every == 0 or self._is_finished():
+                path = self._checkpoint()
+            self._report(stack, batch, result, train_s=train_s, wait_s=train_started - step_started,
+                         step_s=time.monotonic() - step_started)
+            bar.advance(self.state.step, self.state.tokens - tokens_before, self._note(batch))
+        if path is None or int(path.name) != self.state.step:  # a time limit can end the loop between checkpoints
+            path = self._checkpoint()
+        return path
+
+    def _is_finished(self) -> bool:
+        elapsed_s = self._elapsed_before + time.monotonic() - self._started
+        out_of_time = bool(self.config.max_minutes) and elapsed_s >= 60 * self.config.max_minutes
+        return self.state.step >= self.config.steps or out_of_time
+
+    def _next_batch(self, stack: RolloutStack) -> LeasedBatch:
+        """Wait for a whole batch of trainable groups; keep the services alive meanwhile.
+
+        Raises ServiceError, after a dump of the state into ``stall.json``, when none came within ``stall_minutes``.
+        """
+        deadline = time.monotonic() + 60 * self.config.stall_minutes
+        stack.tend()
+        while True:
+            if self._ledger.ready_groups() >= self.config.groups_per_batch:
+                batch = self._ledger.lease(self.config.groups_per_batch, self.state.step)
+                if batch is not None:
+                    return batch
+            if time.monotonic() > deadline:
+                raise self._stalled(stack)
+            stack.tend()
+            time.sleep(POLL_S)
+
+    def _stalled(self, stack: RolloutStack) -> ServiceError:
+        dump = {"step": self.state.step, "services": stack.state(), "engine": stack.engine_stats(),
+                "ledger": dataclasses.asdict(self._ledger.counts()), "violations": self._ledger.check(),
+                "progress": dataclasses.asdict(self._ledger.progress())}
+        path = self.run_dir / "stall.json"
+        write_atomic(path, json.dumps(dump, indent=1) + "\n")
+        return ServiceError(f"no trainable batch for {self.config.stall_minutes:g} minutes at step {self.state.step}: "
+                            f"dropped groups {dump['ledger']['dropped_groups']}; read {path} and the logs beside it")
+
+    def _publish(self) -> WeightVersion:
+        """Give the current weights a new version, on disk and in the ledger."""
+        parent = max(newest_version(self.run_dir), self._ledger.newest_version())
+        published = publish(self._model, self.run_dir, version=max(parent, 0) + 1, step=self.state.step,
+                            parent=parent if parent > 0 else None, tokenizer_dir=self._tokenizer_dir)
+        self._ledger.record_version(published.version, published.step)
+        self.state = dataclasses.replace(self.state, policy_version=published.version)
+        retain(self.run_dir, self.config.tau + 2)
+        return published
+
+    def _share(self, stack: RolloutStack, pusher: WeightPusher) -> None:
+        """After a step: publish when it is due, and move the progress row that pacing follows."""
+        if self.state.step % self.config.publication_interval == 0:
+            published = self._publish()
+            pusher.submit(published)
+            if self.config.mode == "sync":
+                self._await_push(stack, pusher, published)
+        self._ledger.set_progress(self.state.step, self.state.policy_version)
+
+    def _await_push(self, stack: RolloutStack, pusher: WeightPusher, published: WeightVersion) -> None:
+        poll_until(lambda: pusher.is_held(published.version), stack.tend, PUSH_TIMEOUT_S,
+                   f"weight version {published.version} in every engine")
+
+    def _checkpoint(self) -> Path:
+        """Write the weights with the ids of the batches in them, then ack those."""
+        facts = {"stage": "rl", "name": self.config.name, "parent": self.config.init}
+        path = save_checkpoint(self.run_dir, self.state, self._model, self._optimizer, self._tokenizer_dir, facts)
+        self._ledger.ack(self._last_batch, self.state.step)
+        prune_checkpoints(self.run_dir, self.config.keep_checkpoints)
+        return path
+
+    def _report(self, stack: RolloutStack, batch: LeasedBatch, result: StepResult, *, train_s: float, wait_s: float,
+                step_s: float) -> None:
+        rewards, self._mark = self._ledger.rewards_since(self._mark)
+        everything = [reward for values in rewards.values() for reward in values]
+        means = {f"reward.{name}": sum(values) / len(values) for name, values in sorted(rewards.items())}
+        if everything:
+            means["reward"] = sum(everything) / len(everything)
+        ages = list(batch.staleness.values())
+        self._log.metrics(
+            step=self.state.step, **means, **result.metrics, samples=len(batch.samples), episodes=batch.episodes,
+            finished_episodes=len(everything), staleness_mean=sum(ages) / len(ages), staleness_max=max(ages),
+            tokens=result.tokens, tokens_per_s=result.tokens / train_s, train_s=train_s, wait_s=wait_s, step_s=step_s,
+            policy_version=self.state.policy_version, update_applied=result.finite, elapsed_s=self.state.elapsed_s,
+            **self._engine_metrics(stack))
+        if not result.finite:
+            self._log.event("update_skipped", step=self.state.step, batch_id=batch.batch_id)
+
+    def _engine_metrics(self, stack: RolloutStack) -> dict[str, float]:
+        """What the engine did since the last step; a restarted engine counts from zero."""
+        seen, before = stack.engine_stats(), self._engine_seen
+        if not seen:
+            return {}
+        self._engine_seen = seen
+        base = before if before and before["uptime_s"] <= seen["uptime_s"] else dict.fromkeys(seen, 0)
+        return {f"engine_{name}": seen[name] - base[name]
+                for name in ("busy_s", "uptime_s", "generated_tokens", "prefilled_tokens", "cached_tokens")}
+
+    def _note(self, batch: LeasedBatch) -> str:
+        positive = sum(sample.advantage > 0 for sample in batch.samples)
+        return f"version {self.state.policy_version}, {positive}/{len(batch.samples)} better than their group"
+
+
+def compare_modes(config: RLConfig, run_dir: Path,
+                  interval: Callable[[int, int], tuple[float, float]] | None = None) -> list[dict[str, Any]]:
+    """Train asynchronously and synchronously from the same checkpoint and evaluate both on the held-out tasks.
+
+    ``interval(successes, n)`` gives the bounds of a rate; without it rows have none. Rows: ``pass_at_1.MODE.NAME``,
+    ``pass_at_1.MODE.mean``, ``wall_s.MODE``, and ``wall_s.sync`` over ``wall_s.async`` as ``speedup``.
+    """
+    init_dir = resolve_init(config.init, run_dir)
+    rows: list[dict[str, Any]] = []
+    wall: dict[str, float] = {}
+    for mode in ("async", "sync"):
+        chosen = dataclasses.replace(config, mode=mode, name=f"{config.name}-{mode}")
+        checkpoint = run_rl(chosen, run_dir / mode, init_dir)
+        state = json.loads((checkpoint / "trainer" / "state.json").read_text(encoding="utf-8"))
+        wall[mode] = float(state["elapsed_s"])
+        with RolloutStack(chosen, checkpoint, run_dir / f"evaluate-{mode}") as stack:
+            episodes = stack.evaluate(label=f"evaluate {mode}")
+        rows += pass_rows(f"pass_at_1.{mode}", episodes, interval)
+        rows.append({"name": f"wall_s.{mode}", "value": wall[mode], "unit": "s"})
+    rows.append({"name": "speedup", "value": wall["sync"] / wall["async"], "unit": "ratio"})
+    return rows
+
+
+def pass_rows(prefix: str, episodes: Sequence[Episode],
+              interval: Callable[[int, int], tuple[float, float]] | None) -> list[dict[str, Any]]:
+    """Rows of the share of episodes with full reward, per taskset and over all; unmeasured episodes do not count."""
+    by_taskset: dict[str, list[bool]] = {}
+    for episode in episodes:
+        if episode.reward is not None:
+            by_taskset.setdefault(episode.taskset, []).append(episode.reward >= 1.0)
+    named = [*sorted(by_taskset.items()), ("mean", [passed for results in by_taskset.values() for passed in results])]
+    rows: list[dict[str, Any]] = []
+    for name, passed in named:
+        row: dict[str, Any] = {"name": f"{prefix}.{name}", "value": sum(passed) / max(len(passed), 1),
+                               "unit": "fraction", "n": len(passed)}
+        if interval is not None:
+            row["low"], row["high"] = interval(sum(passed), len(passed))
+        rows.append(row)
+    return rows

@@ -1,0 +1,179 @@
+"""Training stages: from a ``StageConfig`` to a checkpoint. What differs between stages is data here, not code.
+
+``run_stage`` builds model, data and optimizer, continues from the newest complete checkpoint of the run directory if
+there is one, runs the loop, and scores held-out text before the first and after the last step (events ``held_out``).
+The run directory gets config.json, metrics.jsonl, events.jsonl, checkpoints/ and, when finished, final.json; runs of
+one pipeline lie beside each other and share ``token-cache/``.
+
+Invariants: held-out files are the same in every stage, so no stage trains on what another one is scored on; parameters
+that a stage does not train have no optimizer state and are bit-identical afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from glm5.data.conversations import ConversationDataset, read_conversations, render_conversation
+from glm5.data.long_context import RecallSource
+from glm5.data.mixture import Mixture
+from glm5.data.packing import Batch, RowSource, TokenDataset, batches
+from glm5.errors import CheckpointError, ConfigError
+from glm5.model.checkpoint import load_model
+from glm5.model.config import preset
+from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.runlog import RunLog
+from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
+from glm5.train.checkpoint import TrainerState, final_checkpoint, latest_checkpoint, load_trainer_state, mark_final
+from glm5.train.config import DataConfig, StageConfig
+from glm5.train.loop import Evaluate, Training
+from glm5.train.losses import evaluate_lm
+from glm5.train.optimizers import build_optimizer
+
+_SPLIT_SEED = 0
+_HELD_OUT_BATCH_ROWS = 8
+
+
+def run_stage(config: StageConfig, run_dir: Path, evaluate: Evaluate | None = None) -> Path:
+    """Run one stage to its end, or continue it; give the checkpoint that it hands on.
+
+    ``evaluate`` is called every ``evaluation.every`` steps with the model and the step and gives named numbers; with
+    ``evaluation.patience`` it decides when to stop and which checkpoint is the best. A finished run is returned as it
+    is. Raises ConfigError, DataError or CheckpointError in one line.
+    """
+    finished = final_checkpoint(run_dir)
+    if finished is not None:
+        _require_same_config(config, run_dir)
+        return finished
+    latest = latest_checkpoint(run_dir)
+    start = latest or resolve_init(config.init, run_dir)
+    tokenizer_dir = start or Path(config.tokenizer)
+    tokenizer = load_tokenizer(tokenizer_dir)
+    model = load_model(start, config_overrides=config.model) if start else fresh_model(config, tokenizer)
+    _require_fit(model, tokenizer, tokenizer_dir)
+    train_rows = training_rows(config, tokenizer, run_dir.parent / "token-cache")
+    held_out = held_out_batches(config.data, config.length, tokenizer, run_dir.parent / "token-cache")
+    log = RunLog(run_dir)
+    log.write_config(config)
+
+    freeze(model, config)
+    optimizer = build_optimizer(model, config.optimizer)
+    state = load_trainer_state(latest, optimizer) if latest else TrainerState()
+    log.event("stage_started", step=state.step, init=str(start or "random"), parameters=_count(model))
+    if state.step == 0:
+        report_held_out(log, "initial", model, config, held_out, tokenizer)
+    training = Training(config, run_dir, model, optimizer, state, tokenizer_dir, evaluate)
+    final = training.run(batches(train_rows, config.batch_rows, config.length, config.seed, state.data_step))
+    report_held_out(log, "final", model, config, held_out, tokenizer)
+    log.event("stage_finished", step=training.state.step, tokens=training.state.tokens, checkpoint=final.name,
+              train_s=training.state.elapsed_s, skipped=training.state.skipped)
+    mark_final(run_dir, final)
+    return final
+
+
+def resolve_init(init: str, run_dir: Path) -> Path | None:
+    """Directory that ``init`` names, None for random weights. Raises ConfigError or CheckpointError."""
+    if init == "random":
+        return None
+    prefix, separator, name = init.partition("stage:")
+    if separator and not prefix:
+        final = final_checkpoint(run_dir.parent / name)
+        if final is None:
+            raise ConfigError(f"init={init!r}: {run_dir.parent / name} holds no finished run; run stage {name!r} first")
+        return final
+    if not (Path(init) / "config.json").is_file():
+        raise CheckpointError(f"init={init!r}: no config.json there; give a checkpoint directory, stage:NAME or random")
+    return Path(init)
+
+
+def fresh_model(config: StageConfig, tokenizer: Tokenizer) -> GlmMoeDsaForCausalLM:
+    """Random weights in the shape of the preset, with the special ids of ``tokenizer``."""
+    special = {"eos_token_id": tokenizer.stop_ids, "pad_token_id": tokenizer.pad_id}
+    shape = preset(config.preset).replace(**{**special, **config.model})
+    return GlmMoeDsaForCausalLM(shape, generator=torch.Generator().manual_seed(config.seed))
+
+
+def freeze(model: GlmMoeDsaForCausalLM, config: StageConfig) -> None:
+    """Let exactly those parameters require a gradient that the stage trains."""
+    mtp_prefix = f"model.layers.{model.config.num_hidden_layers}."
+    if config.mtp_steps and not model.config.num_nextn_predict_layers:
+        raise ConfigError(f"mtp_steps={config.mtp_steps} but the model has no MTP layer; set mtp_steps = 0")
+    for name, parameter in model.named_parameters():
+        reached = config.mtp_steps > 0 or not name.startswith(mtp_prefix)
+        trained = config.trains_indexer if ".indexer." in name else config.recipe.trains_main
+        parameter.requires_grad_(reached and trained)
+
+
+def training_rows(config: StageConfig, tokenizer: Tokenizer, cache_dir: Path) -> RowSource:
+    """Rows of the stage, by random access."""
+    data = config.data
+    if config.recipe.conversations:
+        samples = [render_conversation(conversation, tokenizer, declare_tools=data.declare_tools)
+                   for path in data.conversations for conversation in read_conversations(path)]
+        return ConversationDataset(samples, config.length, tokenizer.pad_id)
+    text = TokenDataset.from_sources(data.sources, tokenizer, part="train", held_out_fraction=data.held_out_fraction,
+                                     split_seed=_SPLIT_SEED, cache_dir=cache_dir)
+    if not data.recall_fraction:
+        return text
+    return Mixture([(text, 1 - data.recall_fraction), (RecallSource(tokenizer), data.recall_fraction)])
+
+
+def held_out_batches(data: DataConfig, length: int, tokenizer: Tokenizer, cache_dir: Path) -> list[Batch]:
+    """``held_out_rows`` rows of ``length`` tokens of held-out files, always the same ones."""
+    if not data.held_out_rows:
+        return []
+    text = TokenDataset.from_sources(data.sources, tokenizer, part="held_out", held_out_fraction=data.held_out_fraction,
+                                     split_seed=_SPLIT_SEED, cache_dir=cache_dir)
+    stream: Iterator[Batch] = text.batches(_HELD_OUT_BATCH_ROWS, length)
+    return [next(stream) for _ in range(-(-min(data.held_out_rows, text.num_rows(length)) // _HELD_OUT_BATCH_ROWS))]
+
+
+def report_held_out(log: RunLog, when: str, model: GlmMoeDsaForCausalLM, config: StageConfig, held_out: list[Batch],
+                    tokenizer: Tokenizer) -> None:
+    """Score ``held_out`` with dense attention, and with sparse where the stage has trained for it, as events."""
+    if not held_out:
+        return
+    text_bytes = sum(_label_bytes(batch, tokenizer) for batch in held_out)
+    for attention in ("dense", "sparse") if config.recipe.trains_indexer else ("dense",):
+        started = time.perf_counter()
+        result = evaluate_lm(model, held_out, attention)
+        log.event("held_out", when=when, attention=attention, nats_per_token=result.nats_per_token,
+                  bits_per_byte=result.bits_per_byte(text_bytes / max(result.tokens, 1)), tokens=result.tokens,
+                  bytes=text_bytes, seconds=time.perf_counter() - started)
+
+
+def _label_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the text that the labels of ``batch`` stand for; the end of a document stands for none."""
+    labels = [row[1:][mask[:-1]].tolist() for row, mask in zip(batch.ids_BT, batch.loss_mask_BT, strict=True)]
+    return sum(len(tokenizer.decode(ids, skip_special=True).encode()) for ids in labels)
+
+
+def _require_fit(model: GlmMoeDsaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise CheckpointError(f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, the model vocab_size="
+                              f"{model.config.vocab_size}; use the tokenizer that the model was trained with")
+
+
+def _require_same_config(config: StageConfig, run_dir: Path) -> None:
+    """A finished run of other settings is not what was asked for."""
+    try:
+        before: dict[str, Any] = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    if changed:
+        raise ConfigError(f"{run_dir}: holds a finished run with another value of {changed[0]}; choose another run "
+                          "directory or remove this one")
+
+
+def _count(model: nn.Module) -> dict[str, int]:
+    return {"total": sum(parameter.numel() for parameter in model.parameters()),
+            "trained": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)}

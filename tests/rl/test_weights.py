@@ -1,0 +1,83 @@
+import json
+
+import pytest
+import torch
+
+from glm5.errors import WeightSyncError
+from glm5.model.checkpoint import load_model
+from glm5.rl.weights import (
+    latest,
+    newest_version,
+    publish,
+    read_version,
+    retain,
+    score_canary,
+    verify,
+    version_directory,
+)
+
+
+@pytest.fixture
+def model(checkpoint):
+    return load_model(checkpoint)
+
+
+def publish_some(model, checkpoint, run_dir, versions):
+    return [publish(model, run_dir, version=version, step=10 * version, parent=version - 1 or None,
+                    tokenizer_dir=checkpoint) for version in versions]
+
+
+def test_a_published_version_is_a_complete_checkpoint_with_a_manifest(model, checkpoint, tmp_path):
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    (published,) = publish_some(model, checkpoint, tmp_path, [1])
+    verify(published)
+    assert latest(tmp_path) == read_version(published.directory) == published
+    assert {"config.json", "tokenizer.json", "manifest.json"} <= {path.name for path in published.directory.iterdir()}
+    loaded = load_model(published.directory)
+    assert all(torch.equal(mine, theirs) for mine, theirs in
+               zip(model.state_dict().values(), loaded.state_dict().values(), strict=True))
+    assert score_canary(loaded) == (published.canary_ids, published.canary_logprobs)
+
+
+def test_the_canary_notices_changed_weights(model, checkpoint, tmp_path):
+    (published,) = publish_some(model, checkpoint, tmp_path, [1])
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.1)
+    assert score_canary(model)[1] != published.canary_logprobs
+
+
+def test_versions_only_grow(model, checkpoint, tmp_path):
+    publish_some(model, checkpoint, tmp_path, [1, 5])
+    assert newest_version(tmp_path) == 5
+    for version in (5, 3):
+        with pytest.raises(WeightSyncError, match=f"{version} is not newer than 5"):
+            publish_some(model, checkpoint, tmp_path, [version])
+
+
+def test_a_flipped_bit_is_found_by_its_checksum(model, checkpoint, tmp_path):
+    (published,) = publish_some(model, checkpoint, tmp_path, [1])
+    path = published.directory / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(WeightSyncError, match=r"model\.safetensors: SHA-256"):
+        verify(published)
+
+
+def test_a_version_without_manifest_is_one_line(tmp_path):
+    version_directory(tmp_path, 3).mkdir(parents=True)
+    with pytest.raises(WeightSyncError, match="no readable manifest"):
+        read_version(version_directory(tmp_path, 3))
+    (version_directory(tmp_path, 3) / "manifest.json").write_text(json.dumps({"version": 3}))
+    with pytest.raises(WeightSyncError, match="no readable manifest"):
+        read_version(version_directory(tmp_path, 3))
+
+
+def test_retention_keeps_the_newest_and_what_dead_writers_left_goes(model, checkpoint, tmp_path):
+    publish_some(model, checkpoint, tmp_path, [1, 2, 3, 4])
+    (tmp_path / "weights" / ".writing-1-v00000009").mkdir()
+    retain(tmp_path, 2)
+    assert newest_version(tmp_path) == 4
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["LATEST", "v00000003", "v00000004"]
+    assert latest(tmp_path).version == 4

@@ -1,0 +1,157 @@
+"""Every stage for three steps on a tiny model and real files, in the order of the recipe."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from glm5.data.conversations import read_conversations, render_conversation
+from glm5.errors import CheckpointError, ConfigError
+from glm5.model.checkpoint import load_model
+from glm5.model.config import ModelConfig
+from glm5.runlog import read_jsonl
+from glm5.tokenizer.bpe import load_tokenizer, train_tokenizer
+from glm5.train.checkpoint import read_meta
+from glm5.train.config import DataConfig, OptimizerConfig, ScheduleConfig, StageConfig
+from glm5.train.stages import resolve_init, run_stage, training_rows
+
+from .conftest import tiny_config
+
+SHAPE = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+         "n_routed_experts", "num_experts_per_tok", "index_n_heads", "index_head_dim", "index_topk", "vocab_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Files that the stages read, and where their runs go."""
+
+    runs: object
+    tokenizer: object
+    corpus: object
+    conversations: object
+
+    def config(self, stage, **changes):
+        shape = tiny_config().to_json()
+        base = StageConfig(
+            stage=stage, name=stage, tokenizer=str(self.tokenizer), model={key: shape[key] for key in SHAPE}, steps=3,
+            batch_rows=2, length=48, mtp_steps=2, checkpoint_every=2,
+            data=DataConfig(sources=(str(self.corpus),), held_out_fraction=0.3, held_out_rows=4,
+                            conversations=(str(self.conversations),)),
+            optimizer=OptimizerConfig(lr=0.01), schedule=ScheduleConfig(kind="constant"))
+        return dataclasses.replace(base, **changes)
+
+    def run(self, stage, **changes):
+        return run_stage(self.config(stage, **changes), self.runs / stage)
+
+    def events(self, stage, kind):
+        return [event for event in read_jsonl(self.runs / stage / "events.jsonl") if event["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    root = tmp_path_factory.mktemp("world")
+    corpus = root / "corpus"
+    corpus.mkdir()
+    for number in range(8):
+        words = " ".join(f"word{(number * 7 + k) % 23} = value({k});" for k in range(60))
+        (corpus / f"{number}.txt").write_text(words)
+    train_tokenizer((path.read_text() for path in sorted(corpus.iterdir())), 310).save(root / "tokenizer")
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": "1"}}}
+    messages = [{"role": "user", "content": "sum"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "3", "tool_call_id": "1"}, {"role": "assistant", "content": "ok"}]
+    conversations = root / "demonstrations.jsonl"
+    conversations.write_text("".join(json.dumps({"messages": messages}) + "\n" for _ in range(6)))
+    return World(root / "runs", root / "tokenizer", corpus, conversations)
+
+
+def weights(path):
+    return load_model(path).state_dict()
+
+
+def test_the_recipe_runs_from_random_weights_to_fine_tuning(world):
+    pretrain = world.run("pretrain")
+    raised = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    midtrain = world.run("midtrain", init="stage:pretrain", model=raised,
+                         data=dataclasses.replace(world.config("midtrain").data, recall_fraction=0.4))
+    warmup = world.run("dsa-warmup", init="stage:midtrain", model={})
+    sparse = world.run("dsa-sparse", init="stage:dsa-warmup", model={})
+    conversations = DataConfig(conversations=(str(world.conversations),), held_out_rows=0)
+    sft = world.run("sft", init="stage:dsa-sparse", model={}, data=conversations)
+    paths = (pretrain, midtrain, warmup, sparse, sft)
+    assert all(read_meta(path)["step"] == 3 for path in paths)
+
+    first, second = world.events("pretrain", "held_out")
+    assert (first["when"], second["when"]) == ("initial", "final")
+    assert second["bits_per_byte"] < first["bits_per_byte"]
+    assert ModelConfig.from_json_file(pretrain / "config.json").rope_theta == 1e4
+    assert ModelConfig.from_json_file(sft / "config.json").rope_theta == 5e5
+
+    before, after = weights(midtrain), weights(warmup)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if ".indexer." in name}
+    frozen_in = {name for name in before if torch.equal(weights(pretrain)[name], before[name])}
+    assert frozen_in == {name for name in before if ".indexer." in name}
+    assert {event["attention"] for event in world.events("dsa-sparse", "held_out")} == {"dense", "sparse"}
+    losses = {path.parents[1].name: set(read_jsonl(path.parents[1] / "metrics.jsonl")[0]) for path in paths}
+    assert {"loss", "mtp_loss"} <= losses["pretrain"] and "indexer_kl" not in losses["pretrain"]
+    assert {"indexer_kl", "mtp_indexer_kl"} <= losses["dsa-warmup"] and "loss" not in losses["dsa-warmup"]
+    assert {"loss", "mtp_loss", "indexer_kl"} <= losses["sft"]
+
+
+def test_a_stage_stopped_half_way_ends_with_the_weights_of_an_uninterrupted_one(world, tmp_path):
+    config = world.config("pretrain", steps=5)
+    straight = run_stage(config, tmp_path / "straight")
+
+    def stop(model, step):
+        raise KeyboardInterrupt
+
+    evaluation = dataclasses.replace(config.evaluation, every=3)
+    with pytest.raises(KeyboardInterrupt):
+        run_stage(dataclasses.replace(config, evaluation=evaluation), tmp_path / "stopped", stop)
+    resumed = run_stage(config, tmp_path / "stopped")
+    events = read_jsonl(tmp_path / "stopped" / "events.jsonl")
+    assert [event["step"] for event in events if event["kind"] == "stage_started"] == [0, 2]
+    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(straight).items())
+
+
+def test_a_finished_stage_is_not_run_again_and_other_settings_are_refused(world, tmp_path):
+    config = world.config("pretrain", data=dataclasses.replace(world.config("pretrain").data, held_out_rows=0))
+    path = run_stage(config, tmp_path / "p")
+    modified = (path / "model.safetensors").stat().st_mtime_ns
+    assert run_stage(config, tmp_path / "p") == path and (path / "model.safetensors").stat().st_mtime_ns == modified
+    with pytest.raises(ConfigError, match="finished run with another value of steps"):
+        run_stage(dataclasses.replace(config, steps=4), tmp_path / "p")
+
+
+def test_fine_tuning_counts_exactly_the_tokens_of_the_model_and_the_closing_role_token(world):
+    tokenizer = load_tokenizer(world.tokenizer)
+    rows = training_rows(world.config("sft"), tokenizer, world.runs / "token-cache")
+    sample = render_conversation(read_conversations(world.conversations)[0], tokenizer, declare_tools=False)
+    packed = [rows.row(number, 48, 0) for number in range(rows.num_rows)]
+    trained = sum(int(row.loss_mask.sum()) for row in packed)
+    assert trained == 6 * int(sample.trained.sum())
+    labels = [row.ids[1:][row.loss_mask[:-1]] for row in packed]
+    assert sum(int((ids == tokenizer.special_id("<|user|>")).sum()) for ids in labels) == 6
+    assert sum(int((ids == tokenizer.special_id("<|observation|>")).sum()) for ids in labels) == 6
+    assert all((ids != tokenizer.special_id("<|assistant|>")).all() for ids in labels)
+
+
+def test_frozen_indexers_stay_as_they_are_in_fine_tuning(world, tmp_path):
+    data = DataConfig(conversations=(str(world.conversations),), held_out_rows=0)
+    config = world.config("sft", train_indexer=False, data=data)
+    first = world.config("sft", steps=1, train_indexer=False, data=data)
+    one, three = weights(run_stage(first, tmp_path / "one")), weights(run_stage(config, tmp_path / "three"))
+    unchanged = {name for name in one if torch.equal(one[name], three[name])}
+    assert unchanged == {name for name in one if ".indexer." in name}
+
+
+def test_a_missing_predecessor_and_a_tokenizer_that_does_not_fit_are_named(world, tmp_path):
+    with pytest.raises(ConfigError, match="holds no finished run; run stage 'midtrain' first"):
+        resolve_init("stage:midtrain", tmp_path / "dsa-warmup")
+    with pytest.raises(CheckpointError, match=r"no config.json there"):
+        resolve_init(str(tmp_path), tmp_path / "sft")
+    small = {**world.config("pretrain").model, "vocab_size": 200}
+    with pytest.raises(CheckpointError, match=r"the tokenizer has \d+ ids, the model vocab_size=200"):
+        run_stage(world.config("pretrain", model=small), tmp_path / "p")
