@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import random
 import shutil
 import threading
@@ -228,6 +230,25 @@ def test_weights_that_are_not_finite_or_older_are_refused(
     assert engine.update_weights(checkpoints[1], 5).success
     assert "versions only grow" in engine.update_weights(checkpoints[0], 4).message
     assert engine.weight_version == 5
+
+
+def test_files_that_do_not_match_their_manifest_are_refused(
+    make_engine: MakeEngine, checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target = tmp_path / "published"
+    shutil.copytree(checkpoints[1], target)
+    checksum = hashlib.sha256((target / "model.safetensors").read_bytes()).hexdigest()
+    manifest = target / "manifest.json"
+    engine = make_engine()
+    for sums, complaint in (
+        ({"model.safetensors": "0" * 64}, "SHA-256"),
+        ({"gone.safetensors": checksum}, "gone"),
+        (3, "unreadable"),
+    ):
+        manifest.write_text(json.dumps({"sha256": sums}))
+        assert complaint in engine.update_weights(target, 1).message
+    manifest.write_text(json.dumps({"sha256": {"model.safetensors": checksum}}))
+    assert engine.weight_version == 0 and engine.update_weights(target, 1).success
 
 
 def test_abort_keeps_what_was_sampled_and_frees_the_slot(make_engine: MakeEngine) -> None:

@@ -22,7 +22,7 @@ def settings(rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int
 
 
 def chi_squared(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """Statistic over the categories with positive expectation, as a z-score of its distribution's mean and deviation."""
+    """Statistic over the categories with positive expectation, as a z-score."""
     used = expected > 0
     statistic = float(((counts[used] - expected[used]) ** 2 / expected[used]).sum())
     freedom = int(used.sum()) - 1

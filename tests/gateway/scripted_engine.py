@@ -3,7 +3,7 @@
 The script is a list of replies; the n-th ``<|assistant|>`` of a prompt is answered with the n-th reply (the last one
 from then on), so an answer depends on the prompt alone. A reply is the text of an answer (special tokens are written
 as such, the stop token is the last) or an object with ``text`` and any of: ``spelled`` (one token per character, a
-split that no encoder makes), ``delay_s``, ``status`` (an HTTP error), ``answer`` (the raw JSON to return).
+split that no encoder makes), ``delay_s``, ``status`` (an HTTP error), ``answer`` (the body to return).
 ``POST /script`` sets the replies, the context length and the weight version; ``GET /log`` lists what was asked.
 
 Started as a program: ``python scripted_engine.py TOKENIZER_DIR READY_FILE [PORT]``.
@@ -18,7 +18,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from glm5.process import die_with_parent, serve_app
@@ -41,7 +41,7 @@ class ScriptedEngine:
         self.log: list[dict[str, Any]] = []
         self.aborted = 0
 
-    async def generate(self, request: Request) -> JSONResponse:
+    async def generate(self, request: Request) -> Response:
         """``POST /generate``."""
         data = await request.json()
         self.log.append(data)
@@ -54,7 +54,7 @@ class ScriptedEngine:
         if "status" in reply:
             return JSONResponse({"error": {"message": "scripted failure", "type": "x", "code": None}}, reply["status"])
         if "answer" in reply:
-            return JSONResponse(reply["answer"])
+            return Response(reply["answer"], media_type="application/json")
         ids = self._encode(reply)
         limit = data["sampling_params"]["max_new_tokens"]
         finish_reason = "stop" if len(ids) <= limit else "length"

@@ -244,7 +244,7 @@ def test_a_slow_stream_is_kept_alive_and_errors_stay_errors(agent, script):
     slow = agent().chat([USER], stream=True)
     assert slow.text.startswith(": keep-alive\n\n") and slow.text.endswith("data: [DONE]\n\n")
     assert '"content": "seven"' in slow.text
-    script({"answer": {"output_ids": [1], "logprobs": [], "weight_versions": [1], "finish_reason": "stop"}})
+    script({"answer": '{"output_ids": [1], "logprobs": [], "weight_versions": [1], "finish_reason": "stop"}'})
     fast = agent().chat([USER], stream=True)
     assert fast.status_code == 502 and "lengths [1, 0, 1]" in fast.json()["error"]["message"]
 

@@ -15,8 +15,9 @@ from glm5.records import SamplingParams
 
 def node(turn_id, parent=None, size=3):
     return Node(turn_id=turn_id, parent=parent, kind="extend" if parent else "root", tail_ids=[1, 2],
-                output_ids=[70000] * size, logprobs=[-0.1] * size, versions=[2] * size, finish_reason="stop", chain=b"c" * 16, num_messages=2,
-                digest=b"d" * 16, answer={"choices": [{"message": {"role": "assistant", "content": "é"}}]})
+                output_ids=[70000] * size, logprobs=[-0.1] * size, versions=[2] * size,
+                finish_reason="stop", chain=b"c" * 16, num_messages=2, digest=b"d" * 16,
+                answer={"choices": [{"message": {"role": "assistant", "content": "é"}}]})
 
 
 def settings(session_id="s", **extra):

@@ -1,10 +1,12 @@
 """Calls to engines that refuse, lie, abort or hang."""
 
 import asyncio
+import json
 import time
 
 import pytest
 
+from glm5.errors import GatewayError
 from glm5.gateway.dialect import RequestError
 from glm5.gateway.router import Router
 from glm5.gateway.transport import ConnectFailure, HttpClient
@@ -41,8 +43,106 @@ def test_a_generation_has_one_log_prob_and_version_per_id(engine, script, tokeni
     {"logprobs": [None]}, {"logprobs": [float("nan")]}, {"weight_versions": [1.5]}, {"finish_reason": "tired"}])
 def test_answers_that_cannot_be_true_are_refused(engine, script, lie):
     truth = {"output_ids": [1], "logprobs": [-1.0], "weight_versions": [1], "finish_reason": "stop"}
-    script({"answer": truth})
+    script({"answer": json.dumps(truth)})
     assert generate([engine.url], [])[0].output_ids == [1]
-    if lie.get("logprobs") and lie["logprobs"][0] != lie["logprobs"][0]:
-        lie = {"logprobs": [1e400]}  # JSON has no NaN; too large a number reads as infinity
-    script({"answer": {**truth, **lie}}) if lie != {"logprobs": [1e400]} else script({"answer": {**truth, "logprobs": [1e308] * 1}})
+    script({"answer": json.dumps({**truth, **lie})})
+    with pytest.raises(RequestError, match="engine: ") as caught:
+        generate([engine.url], [])
+    assert caught.value.status == 502
+
+
+@pytest.mark.parametrize(("reply", "status", "named"), [
+    ({"answer": "<html>"}, 502, "not JSON"), ({"answer": "[1]"}, 502, "not an object"),
+    ({"text": "", "status": 422}, 400, "scripted failure"), ({"text": "", "status": 500}, 503, "HTTP 500"),
+    ({"answer": '{"finish_reason": "abort"}'}, 503, "aborted")])
+def test_refusals_are_final_and_failures_are_tried_again(engine, script, engine_log, reply, status, named):
+    script(reply)
+    with pytest.raises(RequestError, match=named) as caught:
+        generate([engine.url], [], timeout_s=0.5)
+    assert caught.value.status == status
+    assert (len(engine_log()["requests"]) > 1) == (status == 503)
+
+
+def test_a_dead_engine_is_left_for_one_that_lives(engine, script):
+    script("seven<|user|>")
+    dead = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{dead.getsockname()[1]}"
+    dead.close()
+    for order in ([url, engine.url], [engine.url, url]):
+        generation, _ = generate(order, [])
+        assert generation.finish_reason == "stop"
+    with pytest.raises(RequestError, match=r"no engine answered within 0 s: .*(no engine is alive|cannot connect)"):
+        generate([url], [], timeout_s=0.3)
+
+
+def test_a_hung_engine_ends_at_the_deadline(engine):
+    silent = bind("127.0.0.1", 0)  # accepts by the kernel's backlog, never answers
+    try:
+        started = time.monotonic()
+        with pytest.raises(RequestError) as caught:
+            generate([f"http://127.0.0.1:{silent.getsockname()[1]}"], [], timeout_s=0.3)
+        assert caught.value.status == 503 and time.monotonic() - started < 3
+    finally:
+        silent.close()
+
+
+def test_calls_are_taken_away_from_an_engine_that_hangs_when_another_lives(engine, script, monkeypatch):
+    monkeypatch.setattr("glm5.gateway.upstream.HEALTH_PERIOD_S", 0.05)
+    monkeypatch.setattr("glm5.gateway.upstream.HEALTH_TIMEOUT_S", 0.2)
+    script("seven<|user|>")
+    silent = bind("127.0.0.1", 0)
+    hung = f"http://127.0.0.1:{silent.getsockname()[1]}"
+
+    async def call():
+        router = Router([hung, engine.url])
+        pool = EnginePool(router, 20.0)
+        session = next(name for name in map(str, range(100)) if Router([hung, engine.url]).choose(name) == hung)
+        health = asyncio.create_task(pool.check_health())
+        generation = await asyncio.create_task(pool.generate(session, [], SAMPLING))
+        health.cancel()
+        await asyncio.gather(health, return_exceptions=True)
+        pool.close()
+        return generation, router.is_alive(hung), router.is_alive(engine.url)
+
+    try:
+        generation, hung_is_alive, other_is_alive = asyncio.run(call())
+    finally:
+        silent.close()
+    assert generation.finish_reason == "stop"
+    assert (hung_is_alive, other_is_alive) == (False, True)
+
+
+def test_the_client_keeps_connections_and_closes_them_when_cancelled(engine, script, engine_log):
+    script({"text": "seven<|user|>", "delay_s": 5})
+
+    async def use():
+        client = HttpClient((engine.url,))
+        for _ in range(3):
+            response = await client.request("GET", engine.url, "/get_model_info", None, 5.0)
+        body = b'{"input_ids": [], "sampling_params": {"max_new_tokens": 3}}'
+        task = asyncio.create_task(client.request("POST", engine.url, "/generate", body, 5.0))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        client.close()
+        return response
+
+    assert asyncio.run(use()).status == 200
+    deadline = time.monotonic() + 5
+    while engine_log()["aborted"] == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert engine_log()["aborted"] == 1
+    with pytest.raises(ConnectFailure):
+        asyncio.run(HttpClient(("http://127.0.0.1:1",)).request("GET", "http://127.0.0.1:1", "/", None, 1.0))
+
+
+def test_urls_that_are_none_are_named():
+    with pytest.raises(GatewayError, match="'localhost:8000': expected http://HOST:PORT"):
+        HttpClient(("localhost:8000",))
+
+
+def test_every_call_has_a_limit_stop_ids_and_a_seed_of_its_own():
+    sampling = with_limit(SamplingParams(seed=10), 5, (1, 2), 3)
+    assert (sampling.max_new_tokens, sampling.stop_token_ids, sampling.seed) == (5, (1, 2), 13)
+    own = with_limit(SamplingParams(stop_token_ids=(9,)), 5, (1, 2), 3)
+    assert (own.stop_token_ids, own.seed) == ((9,), None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from glm5.model import mla
+from glm5.model import layers
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from model.tiny import random_ids, tiny_model
 
@@ -102,8 +102,9 @@ def test_indexer_loss_and_its_gradient_equal_the_formula(attention: str) -> None
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("row", [50, 49])  # in short rows spans are kept, in long ones recomputed
 @pytest.mark.parametrize("attention", ["sparse", "dense"])
-def test_query_chunks_change_neither_outputs_nor_gradients(monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
+def test_spans_change_neither_outputs_nor_gradients(monkeypatch: pytest.MonkeyPatch, attention: str, row: int) -> None:
     model = tiny_model(num_hidden_layers=4, indexer_types=("full", "shared", "full", "full"))
     ids = random_ids(2, 50)
     documents = torch.tensor([[0] * 30 + [1] * 20, [-1] * 5 + [0] * 45])
@@ -114,13 +115,15 @@ def test_query_chunks_change_neither_outputs_nor_gradients(monkeypatch: pytest.M
         return output.logits.detach(), output.indexer_kl.detach(), gradients(model, loss)
 
     logits, kl, grads = run()
-    monkeypatch.setattr(mla, "QUERY_CHUNK", 7)
-    chunked_logits, chunked_kl, chunked_grads = run()
-    torch.testing.assert_close(chunked_logits, logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(chunked_kl, kl)
-    assert chunked_grads.keys() == grads.keys()
+    monkeypatch.setattr(layers, "SHORT_ROW", row)
+    monkeypatch.setattr(layers, "SHORT_SPAN", 7)
+    monkeypatch.setattr(layers, "LONG_SPAN", 7)
+    split_logits, split_kl, split_grads = run()
+    torch.testing.assert_close(split_logits, logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(split_kl, kl)
+    assert split_grads.keys() == grads.keys()
     for name, grad in grads.items():
-        torch.testing.assert_close(chunked_grads[name], grad, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(split_grads[name], grad, rtol=1e-3, atol=1e-5)
 
 
 @torch.no_grad()

@@ -14,9 +14,10 @@ from glm5.model.transformer import GlmMoeDsaForCausalLM
 def tiny_config(**changes: Any) -> ModelConfig:
     """Three layers (one dense), 16 index heads, index_topk 16."""
     values = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 3,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24,
+        "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+        "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "first_k_dense_replace": 1, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 16,
         "max_position_embeddings": 256, "rope_parameters": {"rope_theta": 10_000, "rope_type": "default"},
         "initializer_range": 0.4, "eos_token_id": (1, 2, 3), "pad_token_id": 0, "dtype": "float32"}

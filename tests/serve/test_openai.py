@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glm5.engine.generation import Generation
+from glm5.engine.generation import Generation, wake
 from glm5.engine.requests import Sequence
 from glm5.errors import DataError
 from glm5.records import SamplingParams
@@ -93,9 +93,7 @@ def trickle(tokenizer: Tokenizer, text: str, stop: str) -> Generation:
                 live.finish_reason = "stop"
             wakeups: dict = {}
             generation.notify(wakeups)
-            for loop, waiting in wakeups.items():
-                for event in waiting:
-                    loop.call_soon_threadsafe(event.set)
+            wake(wakeups)
             threading.Event().wait(0.0005)
 
     threading.Thread(target=play, daemon=True).start()

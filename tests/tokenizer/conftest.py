@@ -12,7 +12,6 @@ from hypothesis import settings
 
 from glm5.tokenizer import Tokenizer, train_tokenizer
 
-
 # Examples take longer on a busy machine, which is no failure.
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")

@@ -132,6 +132,7 @@ def test_the_jinja_file_renders_the_golden_string(messages, options, text) -> No
 def test_ids_spell_the_golden_string(tokenizer: Tokenizer, messages, options, text) -> None:
     rendered = tokenizer.render(messages, **options)
     assert tokenizer.decode(rendered.ids) == text
+    assert rendered.ids == tokenizer.encode(text, allow_special=True)
     assert len(rendered.ids) == len(rendered.loss_mask)
 
 

@@ -27,12 +27,12 @@ import torch
 from glm5.engine.config import EngineConfig
 from glm5.engine.generation import Generation, wake
 from glm5.engine.prefix_cache import PrefixCache
+from glm5.engine.replacement import load_replacement, load_weights
 from glm5.engine.requests import EngineClosedError, Sequence, check_prompt, check_sampling
 from glm5.engine.runner import Runner, StepResult
 from glm5.engine.sampler import mix_seed
 from glm5.engine.scheduler import Scheduler, StepPlan
-from glm5.errors import CheckpointError, EngineError, Glm5Error
-from glm5.model.checkpoint import load_model
+from glm5.errors import EngineError, Glm5Error
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.records import FinishReason, SamplingParams
 
@@ -112,7 +112,9 @@ class Engine:
     ) -> Engine:
         """An engine over the checkpoint in ``directory``. Raises CheckpointError as ``load_model`` does."""
         config = config or EngineConfig()
-        return cls(_load(directory, config), stop_ids, config, weight_version=weight_version, model_path=str(directory))
+        return cls(
+            load_weights(directory, config), stop_ids, config, weight_version=weight_version, model_path=str(directory)
+        )
 
     def __enter__(self) -> Engine:
         return self
@@ -133,7 +135,10 @@ class Engine:
         session_id: str | None = None,
         prompt_logprobs: bool = False,
     ) -> Generation:
-        """Queue a request. Raises InvalidRequestError, ContextLengthError or EngineClosedError at once; a full queue fails the handle."""
+        """Queue a request. A wrong one raises InvalidRequestError at once; a full queue fails the handle.
+
+        Raises ContextLengthError for a prompt that is too long, EngineClosedError after ``close``.
+        """
         params = params or SamplingParams()
         prompt = check_prompt(ids, self.vocab_size, self.max_context)
         check_sampling(params, self.vocab_size)
@@ -173,16 +178,15 @@ class Engine:
         self._wakeup.set()
 
     def update_weights(self, directory: str | Path, version: int, timeout_s: float = 60) -> WeightUpdate:
-        """Load ``directory``, verify it, and swap it in as ``version``. Never raises for a bad checkpoint: see the result."""
+        """Load ``directory``, verify it, swap it in as ``version``. A bad checkpoint is a result, not an exception."""
         start = time.perf_counter()
         with self._update_lock:
             try:
                 if version < self.weight_version:
                     raise EngineError(
-                        f"weight_version {version}: lower than {self.weight_version}, which is in force; versions only grow"
+                        f"weight_version {version}: {self.weight_version} is in force and versions only grow; raise it"
                     )
-                shadow = _load(directory, self.config)
-                _check_replacement(self._runner.model, shadow, directory)
+                shadow = load_replacement(directory, self.config, self._runner.model)
                 self._call(lambda: self._swap(shadow, version, str(directory)), timeout_s)
             except (Glm5Error, OSError, ValueError, RuntimeError, KeyError, TimeoutError) as error:
                 message = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
@@ -197,7 +201,7 @@ class Engine:
         )
 
     def ping(self, timeout_s: float) -> None:
-        """Return once the engine's thread has reached a step boundary. Raises EngineError past the deadline or after the end."""
+        """Return at the next step boundary. Raises EngineError past the deadline or after the end."""
         if self._is_closed:
             raise EngineClosedError("engine: its thread has ended; start the server again")
         self._call(lambda: None, timeout_s)
@@ -232,7 +236,7 @@ class Engine:
         self._wakeup.set()
 
     def _call(self, action: Callable[[], None], timeout_s: float) -> None:
-        """Run ``action`` at the next step boundary and wait for it; raises what it raises. Past the deadline it will not run."""
+        """Run ``action`` at the next step boundary and wait for it; past the deadline it will not run."""
         future: Future[None] = Future()
 
         def run() -> None:
@@ -366,7 +370,7 @@ class Engine:
                 request_id,
                 None,
                 EngineError(
-                    f"request {request_id}: the model produced logits that are not finite under weight version {self.weight_version}; "
+                    f"request {request_id}: logits that are not finite under weight version {self.weight_version}; "
                     "load other weights"
                 ),
             )
@@ -384,21 +388,3 @@ class Engine:
             generation.notify(wakeups)
         if wakeups:
             wake(wakeups)
-
-
-def _load(directory: str | Path, config: EngineConfig) -> GlmMoeDsaForCausalLM:
-    dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    return load_model(directory, dtype=dtypes[config.dtype], device=config.device)
-
-
-def _check_replacement(model: GlmMoeDsaForCausalLM, shadow: GlmMoeDsaForCausalLM, directory: str | Path) -> None:
-    """Raises CheckpointError unless ``shadow`` has the tensors of ``model`` in shape and all its values are finite."""
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    tensors = shadow.state_dict()
-    if {name: tensor.shape for name, tensor in tensors.items()} != expected:
-        raise CheckpointError(
-            f"{directory}: its shapes differ from those of the model being served; start another server for it"
-        )
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{directory}: {name} has values that are not finite; publish good weights")

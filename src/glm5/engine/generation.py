@@ -29,7 +29,7 @@ class Generation:
         self._wants_every_token = False
 
     def result(self, timeout_s: float = DEADLINE_S) -> Completion:
-        """Block until the answer is complete. Raises the request's EngineError, or one for a passed deadline (and aborts)."""
+        """Block until the answer is complete. Raises the request's EngineError; past the deadline it aborts, too."""
         if not self._done.wait(timeout_s):
             self.abort()
             raise self._too_late(timeout_s)
@@ -59,7 +59,7 @@ class Generation:
                     sent = known
 
     async def _growth(self, timeout_s: float, every_token: bool) -> AsyncGenerator[bool, None]:
-        """Whether the sequence is finished, now and after every wake-up, until it is. Leaving early aborts the request."""
+        """Whether the sequence is finished, now and after every wake-up, until it is. Leaving early aborts it."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         self._wants_every_token = every_token
         self._listener = (loop, event)
@@ -85,7 +85,7 @@ class Generation:
             self._abort(self.sequence.request_id)
 
     def notify(self, wakeups: dict[asyncio.AbstractEventLoop, list[asyncio.Event]]) -> None:
-        """Engine thread: the sequence grew or finished. Adds the reader's event to ``wakeups`` when it wants to know."""
+        """Engine thread: the sequence grew or finished. Adds the reader's event to ``wakeups`` if it wants to know."""
         is_finished = self.sequence.is_finished
         if is_finished:
             self._done.set()

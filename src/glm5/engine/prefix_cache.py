@@ -23,7 +23,7 @@ _SMALLEST_COPY = 8
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a sequence goes: its slot, how many leading tokens it finds there, and the slot to copy these from first."""
+    """Where a sequence goes: its slot, how many leading tokens it finds, and the slot to copy these from first."""
 
     slot: int
     cached: int
@@ -33,7 +33,8 @@ class Placement:
 class PrefixCache:
     """Bookkeeping of the slots; the tensors themselves belong to the runner.
 
-    ``ids_SC`` [slots, context] holds the ids by position, ``lengths`` how many of them have keys. The runner's positions are these lengths.
+    ``ids_SC`` [slots, context] holds the ids by position, ``lengths`` how many of them have keys: the position of the
+    next token.
     """
 
     def __init__(self, num_slots: int, max_context: int, version: int = 0, enabled: bool = True) -> None:
@@ -95,7 +96,7 @@ class PrefixCache:
             self._forget(int(slot))
 
     def _longest_match(self, prompt: np.ndarray, session_id: str | None) -> tuple[int, int]:
-        """(slot, length) of the longest shareable common prefix, short of the last prompt token; ties prefer the own session."""
+        """(slot, length) of the longest shareable prefix, the last prompt token left out; -1 when there is none."""
         limit = len(prompt) - 1
         matched = np.zeros(len(self.lengths), np.int64)
         alive = np.flatnonzero(self._is_shareable & (self.lengths > 0))

@@ -95,7 +95,7 @@ class Chunk:
 
 
 def check_prompt(ids: list[int] | np.ndarray, vocab_size: int, max_context: int) -> np.ndarray:
-    """``ids`` as int64. Raises InvalidRequestError for anything but known token ids, ContextLengthError when too long."""
+    """``ids`` as int64. Raises InvalidRequestError unless all are known, ContextLengthError when too many."""
     prompt = np.asarray(ids)
     if prompt.ndim != 1 or prompt.dtype.kind not in "iu" or not prompt.size:
         got = "an empty list" if prompt.size == 0 else f"{prompt.ndim}-dimensional {prompt.dtype}"

@@ -58,7 +58,7 @@ def uniforms(seed: np.ndarray, counter: np.ndarray) -> np.ndarray:
 
 
 def sample(logits_BW: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
-    """(ids [B] int64, logprobs [B] fp32) for fp32 ``logits_BW``. A row with NaN or infinite logits has a log-prob that is not finite."""
+    """(ids [B] int64, logprobs [B] fp32) for fp32 ``logits_BW``. Broken logits give a log-prob that is not finite."""
     is_greedy = settings.temperature == 0
     if is_greedy.all():
         ids = logits_BW.argmax(-1)

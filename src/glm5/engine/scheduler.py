@@ -24,7 +24,7 @@ _WORTH_WAITING = 16
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Prompt tokens ``start`` to ``stop`` of a sequence; its first token is sampled when ``stop`` is the prompt's end."""
+    """Prompt tokens ``start`` to ``stop`` of a sequence; at the prompt's end its first token is sampled."""
 
     sequence: Sequence
     start: int
@@ -64,7 +64,7 @@ class Scheduler:
 
     def __init__(self, cache: PrefixCache, prefill_chunk: int, max_waiting: int) -> None:
         self.decoding: list[Sequence] = []
-        """Replaced, never edited, when its membership changes: the runner keeps arrays for as long as it is the same list."""
+        """Replaced, never edited, when membership changes: the runner keeps arrays while it is the same list."""
         self._cache = cache
         self._prefill_chunk = prefill_chunk
         self._max_waiting = max_waiting

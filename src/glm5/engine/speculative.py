@@ -27,7 +27,7 @@ def mtp_acceptance(
 ) -> float:
     """Mean tokens per verification step, from 1 (no draft accepted) to ``drafts`` + 1, over greedy continuations.
 
-    ``prompts`` are non-empty id lists. Raises EngineError when there is nothing to measure or the model has no MTP layer.
+    ``prompts`` are non-empty id lists. Raises EngineError when there is nothing to measure or no MTP layer.
     """
     if not prompts or not all(prompts) or drafts < 1 or new_tokens < drafts + 2:
         raise EngineError(
@@ -42,7 +42,7 @@ def mtp_acceptance(
     accepted_BT = _accepted_drafts(model, sequences, drafts)
     steps = tokens = 0
     for row, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
-        # At t the main model has just given token t+1; drafts for t+2 … t+1+drafts must all lie inside the continuation.
+        # At t the main model has just given token t+1; the drafts for t+2 … must all lie inside the continuation.
         t = len(prompt) - 1
         while t + 1 + drafts < len(sequence):
             gained = int(accepted_BT[row, t]) + 1

@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,14 @@ from glm5.errors import ConfigError
 from glm5.runlog import write_atomic
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckRow:
-    """One measured fact."""
-
-    name: str
-    """``oracle.SPLIT``, ``nothing.SPLIT`` (mean rewards) or ``overlap`` (contents in more than one split)."""
-    value: float
-    goal: float
-    n: int
-    """Tasks looked at."""
-
-    @property
-    def met(self) -> bool:
-        """The value is the goal."""
-        return self.value == self.goal
-
-
-def check_taskset(name: str, count: int = 50, sandbox: str = "bwrap") -> list[CheckRow]:
-    """The facts of taskset ``name`` over the first ``count`` tasks of each split.
+def check_taskset(name: str, count: int = 16, sandbox: str = "bwrap") -> list[dict[str, Any]]:
+    """Result rows for the first ``count`` tasks of each split: ``oracle.SPLIT`` and ``nothing.SPLIT`` (mean rewards)
+    and ``overlap`` (contents in more than one split); ``met`` says whether the value is the goal.
 
     Raises ConfigError for an unknown name, SandboxError when isolation is missing.
     """
+    if count < 1:
+        raise ConfigError(f"count {count}: expected at least 1 task per split")
     return asyncio.run(_check(load_taskset(name), count, sandbox))
 
 
@@ -58,11 +43,11 @@ def write_demonstrations(name: str, count: int, output: Path, sandbox: str = "bw
 
 async def _demonstrations(taskset: Taskset, count: int, sandbox: str) -> list[dict[str, Any]]:
     async with _pool_for(taskset, sandbox) as pool:
-        return [{"messages": (await _play(taskset, taskset.task("demo", index), pool, expert=True))[0], "tools": taskset.tools()}
-                for index in range(count)]
+        conversations = [await _play(taskset, taskset.task("demo", index), pool, expert=True) for index in range(count)]
+    return [{"messages": messages, "tools": taskset.tools()} for messages, _ in conversations]
 
 
-async def _check(taskset: Taskset, count: int, sandbox: str) -> list[CheckRow]:
+async def _check(taskset: Taskset, count: int, sandbox: str) -> list[dict[str, Any]]:
     rows = []
     contents: dict[str, set[str]] = {}
     async with _pool_for(taskset, sandbox) as pool:
@@ -71,9 +56,13 @@ async def _check(taskset: Taskset, count: int, sandbox: str) -> list[CheckRow]:
             contents[split] = {taskset.content(task) for task in tasks}
             for row, expert, goal in (("oracle", True, 1.0), ("nothing", False, 0.0)):
                 rewards = [(await _play(taskset, task, pool, expert))[1] for task in tasks]
-                rows.append(CheckRow(name=f"{row}.{split}", value=sum(rewards) / count, goal=goal, n=count))
+                rows.append(_row(f"{row}.{split}", sum(rewards) / count, "reward", goal, count))
     shared = sum(len(contents[a] & contents[b]) for a in SPLITS for b in SPLITS if a < b)
-    return [*rows, CheckRow(name="overlap", value=float(shared), goal=0.0, n=count * len(SPLITS))]
+    return [*rows, _row("overlap", float(shared), "contents", 0.0, count * len(SPLITS))]
+
+
+def _row(name: str, value: float, unit: str, goal: float, n: int) -> dict[str, Any]:
+    return {"name": name, "value": value, "unit": unit, "n": n, "goal": goal, "met": value == goal}
 
 
 async def _play(taskset: Taskset, task: Task, pool: SandboxPool | None, expert: bool) -> tuple[list[Message], float]:

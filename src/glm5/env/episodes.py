@@ -7,6 +7,7 @@ verifier) gives ``infra_error`` with a reason and no reward, so that it can neve
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -22,6 +23,8 @@ from glm5.errors import Glm5Error, TaskError
 from glm5.records import Outcome
 
 _MODEL_CALL_S = 60.0
+_CACHED_TASKS = 256
+"""The episodes of a group share a task, and drawing one costs about a millisecond."""
 _GRACE_S = 30.0
 """An episode that outlives its time by this much is reaped."""
 
@@ -91,6 +94,7 @@ class Episodes:
         self._running: dict[str, Running] = {}
         self._ids: set[str] = set()
         self._http = HttpClient()
+        self._task = functools.lru_cache(_CACHED_TASKS)(functools.partial(task_from_id, tasksets))
 
     @property
     def num_running(self) -> int:
@@ -102,7 +106,7 @@ class Episodes:
 
         Raises TaskError for an unknown task or an id in use, SandboxError when the sandbox cannot be prepared.
         """
-        task = task_from_id(self.tasksets, task_id)
+        task = self._task(task_id)
         if episode_id in self._ids:
             raise TaskError(f"episode {episode_id!r} is already running; choose another id")
         self._ids.add(episode_id)
@@ -178,7 +182,7 @@ class Episodes:
 
         Raises TaskError for an unknown task.
         """
-        task_from_id(self.tasksets, task_id)
+        self._task(task_id)
         started = time.monotonic()
         deadline = started + timeout_s
         run: Run | None = None
@@ -196,11 +200,11 @@ class Episodes:
             finally:
                 await self.remove(episode_id)
         except InfrastructureFailure as failure:
-            result = EpisodeResult(outcome="infra_error", reward=None, reason=str(failure), turns=run.turns if run else 0,
-                                   duration_s=time.monotonic() - started)
+            result = EpisodeResult(outcome="infra_error", reward=None, reason=str(failure),
+                                   turns=run.turns if run else 0, duration_s=time.monotonic() - started)
         else:
-            result = EpisodeResult(outcome=run.outcome, reward=parts.pop("reward"), reward_parts=parts, reason=run.reason,
-                                   turns=run.turns, duration_s=time.monotonic() - started)
+            result = EpisodeResult(outcome=run.outcome, reward=parts.pop("reward"), reward_parts=parts,
+                                   reason=run.reason, turns=run.turns, duration_s=time.monotonic() - started)
         self.outcomes[result.outcome] += 1
         return result
 

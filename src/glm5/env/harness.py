@@ -18,8 +18,8 @@ from glm5.errors import ServiceError
 from glm5.records import Outcome
 
 CallTool = Callable[[str, dict[str, Any]], Awaitable[str]]
-_MODEL_FAULT_STATUS = frozenset({400, 413, 422})
-"""A model call refused for what the conversation has become, such as too long a context."""
+_LIMIT_CODES = frozenset({"context_length_exceeded", "turn_limit_exceeded", "token_limit_exceeded"})
+"""Why a model call is refused when the conversation has used up a limit."""
 _MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls")
 
 
@@ -47,10 +47,10 @@ async def run_agent(http: HttpClient, *, base_url: str, api_key: str, messages: 
     last_was_bad = False
     for _ in range(max_turns):
         try:
-            answer = await http.post(f"{base_url}/chat/completions", {"model": "policy", "messages": run.messages, "tools": tools},
-                                     call_timeout_s, api_key)
+            request = {"model": "policy", "messages": run.messages, "tools": tools}
+            answer = await http.post(f"{base_url}/chat/completions", request, call_timeout_s, api_key)
         except HttpStatusError as error:
-            if error.status not in _MODEL_FAULT_STATUS or run.turns == 0:
+            if error.code not in _LIMIT_CODES or run.turns == 0:
                 raise
             run.outcome, run.reason = "truncated", f"the model call was refused: {error.detail}"
             return run
@@ -91,4 +91,5 @@ def _read_answer(answer: Any, base_url: str) -> tuple[Message, str]:
             raise TypeError
         return {"role": "assistant", "content": "", **message}, str(choice.get("finish_reason"))
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise ServiceError(f"{base_url}/chat/completions: expected choices[0].message, got {str(answer)[:120]}") from None
+        found = str(answer)[:120]
+        raise ServiceError(f"{base_url}/chat/completions: expected choices[0].message, got {found}") from None

@@ -27,19 +27,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from glm5.env.check import check_taskset, write_demonstrations
 from glm5.env.episodes import Episodes, InfrastructureFailure, Running, boundary, first_messages
 from glm5.env.sandbox import SandboxPool
-from glm5.env.tasks import SPLITS, Solution, Task, Taskset, ToolError, load_taskset
+from glm5.env.tasks import SPLITS, Solution, Task, Taskset, ToolError, available_tasksets, load_taskset
 from glm5.env.wire import HttpClient, HttpStatusError
 from glm5.errors import ConfigError, SandboxError, ServiceError, TaskError
 from glm5.process import serve_app
 
-__all__ = ["Solution", "Task", "Taskset", "ToolError", "build_app", "run_service"]
+__all__ = ["Solution", "Task", "Taskset", "ToolError", "available_tasksets", "build_app", "check_taskset",
+           "require_sandbox", "run_service", "write_demonstrations"]
 
 _TTL_S = 600.0
 """Life of an episode that a caller drives itself."""
 _REAP_EVERY_S = 5.0
 _HEARTBEAT_S = 2.0
+_CONTROL_S = 5.0
+"""Deadline of a call to the orchestrator."""
 _STEP_S = 60.0
 """Deadline of one step of an episode that a caller drives itself."""
 _MAX_TASKS = 10_000
@@ -92,13 +96,16 @@ def run_service(names: Sequence[str], host: str = "127.0.0.1", port: int = 0, re
         registration = Registration(register_url, ready_file) if register_url else None
         app = build_app(names, sandbox=sandbox, capacity=capacity, registration=registration)
         if any(load_taskset(name).needs_sandbox for name in names):
-            asyncio.run(prove_sandbox(sandbox))  # inside the server a failure could not be reported in one line
+            require_sandbox(sandbox)  # inside the server a failure could not be reported in one line
         serve_app(app, host, port, ready_file)
 
 
-async def prove_sandbox(backend: str) -> None:
-    """Start and stop a pool of this backend. Raises SandboxError with one line when isolation is missing."""
-    pool = SandboxPool(backend)
+def require_sandbox(backend: str) -> None:
+    """Prove that a sandbox backend works. Raises SandboxError with one line when isolation is missing."""
+    asyncio.run(_start_and_stop(SandboxPool(backend)))
+
+
+async def _start_and_stop(pool: SandboxPool) -> None:
     try:
         await pool.start()
     finally:
@@ -148,20 +155,20 @@ async def _stay_registered(service: _Service, registration: Registration) -> Non
         "kind": "task_service", "id": service.service_id, "capacity": service.episodes.capacity,
         "url": json.loads(registration.ready_file.read_text())["url"], "tasksets": list(service.tasksets)}
     http = HttpClient()
-    registered = False
+    registered, complaint = False, ""
     try:
         while True:
             try:
                 if not registered:
-                    await http.post(f"{registration.register_url}/register", description, _HEARTBEAT_S)
+                    await http.post(f"{registration.register_url}/register", description, _CONTROL_S)
                     registered = True
                 else:
-                    await http.post(f"{registration.register_url}/heartbeat", {"id": service.service_id}, _HEARTBEAT_S)
-            except HttpStatusError as error:
-                logging.getLogger("glm5.env").warning("%s", error)
-                registered = False
+                    await http.post(f"{registration.register_url}/heartbeat", {"id": service.service_id}, _CONTROL_S)
             except ServiceError as error:
-                logging.getLogger("glm5.env").warning("%s", error)
+                if str(error) != complaint:
+                    complaint = str(error)
+                    logging.getLogger("glm5.env").warning("not registered: %s", error)
+                registered = registered and not isinstance(error, HttpStatusError)
             await asyncio.sleep(_HEARTBEAT_S)
     finally:
         await http.close()

@@ -121,7 +121,7 @@ def task_from_id(tasksets: Mapping[str, Taskset], task_id: str) -> Task:
     return tasksets[name].task(split, int(index))
 
 
-def taskset_names() -> list[str]:
+def available_tasksets() -> list[str]:
     """Names of every installed taskset."""
     return sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
 
@@ -130,7 +130,7 @@ def load_taskset(name: str) -> Taskset:
     """The installed taskset ``name``. Raises ConfigError when there is none, TaskError when it cannot be loaded."""
     found = [entry for entry in entry_points(group=ENTRY_POINT_GROUP) if entry.name == name]
     if not found and name not in BUILT_IN:
-        raise ConfigError(f"taskset {name!r}: not installed; installed: {', '.join(taskset_names())}")
+        raise ConfigError(f"taskset {name!r}: not installed; installed: {', '.join(available_tasksets())}")
     try:
         taskset = found[0].load()() if found else _load_object(BUILT_IN[name])()
     except (ImportError, AttributeError) as error:

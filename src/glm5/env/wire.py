@@ -130,7 +130,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.used_at = 0.0
-        self._transport: asyncio.Transport | None = None
+        self._transport: Any = None  # uvloop's transports are no subclass of asyncio.Transport
         self._waiter: asyncio.Future[Response] | None = None
         self._parser: Any = None
         self._pieces: list[bytes] = []
@@ -163,7 +163,6 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio: the connection is open."""
-        assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:

@@ -8,10 +8,17 @@ Letters: B batch rows, T queries, S keys, D hidden, R rotary dims.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from glm5.kernels import dispatch
+
+SHORT_ROW = 1024
+"""Rows up to this length are attended in spans of ``SHORT_SPAN`` queries, longer ones in spans of ``LONG_SPAN``."""
+SHORT_SPAN = 128
+LONG_SPAN = 512
 
 
 class Projection(nn.Module):
@@ -72,39 +79,82 @@ def rotary_tables(positions: Tensor, rotary_dim: int, theta: float, dtype: torch
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-class PackedRows:
-    """What every layer of one forward shares: rotary tables and the causal, block-diagonal mask.
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A range of query tokens and the keys that any of them may see, in all rows."""
 
-    ``documents_BT`` holds the document id of each token, -1 for padding, None for one document per row. Masks are made
-    for a range of query rows against the keys up to its end; the mask of a single range is kept and reused.
+    first_query: int
+    stop: int
+    """End of the queries and of the keys."""
+    first_key: int
+    longest: int
+    """Most keys that one query of the range sees."""
+
+    @property
+    def queries(self) -> slice:
+        """The query tokens."""
+        return slice(self.first_query, self.stop)
+
+    @property
+    def keys(self) -> slice:
+        """The key tokens."""
+        return slice(self.first_key, self.stop)
+
+
+class PackedRows:
+    """What every layer of one forward shares: rotary tables, and the causal block-diagonal mask by spans of queries.
+
+    ``documents_BT`` holds the document id of each token, -1 for padding, None for one document per row; a document is a
+    run of equal ids. Spans leave out keys that no query of theirs can see, so that short documents in long rows cost
+    what they cost alone. Rows of at most ``SHORT_ROW`` tokens keep their masks for the next layer.
     """
 
     def __init__(self, cos_BTR2: Tensor, sin_BTR2: Tensor, documents_BT: Tensor | None, shape: tuple[int, int]) -> None:
         self.cos_BTR2, self.sin_BTR2 = cos_BTR2, sin_BTR2
         self.rows, self.length = shape
+        self.is_short = self.length <= SHORT_ROW
+        self._tokens_T = torch.arange(self.length, device=cos_BTR2.device)
         self._documents_BT = documents_BT
-        self._kept: tuple[int, int, Tensor] | None = None
+        self._starts_BT = self._document_starts()
+        self.spans = self._make_spans(SHORT_SPAN if self.is_short else LONG_SPAN)
+        self._masks: dict[int, Tensor] = {}
 
-    def mask(self, start: int, stop: int) -> Tensor:
-        """mask_BtS bool for queries ``start:stop`` and keys ``:stop``."""
-        if self._kept is None or self._kept[:2] != (start, stop):
-            self._kept = (start, stop, self._make_mask(start, stop))
-        return self._kept[2]
+    def mask(self, span: Span) -> Tensor:
+        """mask_BtS bool for the queries and keys of ``span``; padding rows see nothing."""
+        kept = self._masks.get(span.first_query)
+        if kept is not None:
+            return kept
+        keys_S, queries_t1 = self._tokens_T[span.keys], self._tokens_T[span.queries, None]
+        mask_BtS = (keys_S <= queries_t1) & (keys_S >= self._starts_BT[:, span.queries, None])
+        mask_BtS = mask_BtS.expand(self.rows, -1, -1)
+        if self.is_short:
+            self._masks[span.first_query] = mask_BtS
+        return mask_BtS
 
-    def query_rows(self, start: int, stop: int) -> int:
-        """Number of queries in ``start:stop`` that are not padding: each sees at least itself."""
+    def query_rows(self, span: Span) -> int:
+        """Number of queries in ``span`` that are not padding: each sees at least itself."""
         if self._documents_BT is None:
-            return self.rows * (stop - start)
-        return int((self._documents_BT[:, start:stop] >= 0).sum())
+            return self.rows * (span.stop - span.first_query)
+        return int((self._documents_BT[:, span.queries] >= 0).sum())
 
     def counted_tokens(self) -> Tensor | None:
         """valid_BT bool, or None when no token is padding by construction."""
         return None if self._documents_BT is None else self._documents_BT >= 0
 
-    def _make_mask(self, start: int, stop: int) -> Tensor:
-        keys_S = torch.arange(stop, device=self.cos_BTR2.device)
-        causal_BtS = (keys_S <= keys_S[start:stop, None]).unsqueeze(0)
+    def _document_starts(self) -> Tensor:
+        """Index of the first token of each token's document [B or 1, T]; for padding, an index past the row."""
         if self._documents_BT is None:
-            return causal_BtS.expand(self.rows, -1, -1)
-        queries_Bt1 = self._documents_BT[:, start:stop, None]
-        return (queries_Bt1 == self._documents_BT[:, None, :stop]) & causal_BtS & (queries_Bt1 >= 0)
+            return torch.zeros_like(self._tokens_T).unsqueeze(0)
+        starts_BT = torch.zeros_like(self._documents_BT, dtype=torch.long)
+        is_new_BT = self._documents_BT[:, 1:] != self._documents_BT[:, :-1]
+        starts_BT[:, 1:] = torch.where(is_new_BT, self._tokens_T[1:], 0)
+        return starts_BT.cummax(1).values.masked_fill(self._documents_BT < 0, self.length)
+
+    def _make_spans(self, size: int) -> tuple[Span, ...]:
+        bounds = [(start, min(start + size, self.length)) for start in range(0, self.length, size)]
+        earliest_T = self._starts_BT.amin(0)
+        keys = [[earliest_T[start:stop].min() for start, stop in bounds],
+                [(self._tokens_T - earliest_T)[start:stop].max() + 1 for start, stop in bounds]]
+        first_keys, longest = torch.stack([torch.stack(row) for row in keys]).tolist()  # one transfer for all spans
+        return tuple(Span(start, stop, min(first, start), most) for (start, stop), first, most
+                     in zip(bounds, first_keys, longest, strict=True))

@@ -8,8 +8,8 @@ Gradient rules: the indexer sees detached inputs, selection carries no gradient,
 compares its scores with the layer's own attention, detached. So the language-model loss never reaches the indexer and
 the indexer loss reaches nothing else.
 
-Query rows are processed in chunks of ``QUERY_CHUNK``; with more than one chunk each is recomputed in the backward pass,
-so that no tensor of size [B, H, T, T] is ever alive.
+Queries are processed span by span (``PackedRows.spans``). In long rows each span is recomputed in the backward pass, so
+that no tensor of size [B, H, T, T] is ever alive.
 
 Letters: B batch, T queries, S keys, M flattened tokens, P slots, D hidden, H heads, N/R nope/rope dims, V value dim,
 Q query latent, C kv latent, K = N + R (expanded) or C + R (absorbed), J index heads, X index head dim.
@@ -27,10 +27,10 @@ from torch.utils.checkpoint import checkpoint
 from glm5.kernels import dispatch
 from glm5.model.config import ModelConfig
 from glm5.model.indexer import Indexer
-from glm5.model.layers import PackedRows, Projection, RmsNorm
+from glm5.model.layers import PackedRows, Projection, RmsNorm, Span
 
-QUERY_CHUNK = 1024
-"""Query rows whose masks, index scores and attention weights are alive at once."""
+Index = tuple[Tensor, Tensor, Tensor]
+"""Index queries q_BTJX, head weights w_BTJ and keys k_BSX."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class AttentionResult:
 
     out_BTD: Tensor
     selection: tuple[Tensor, ...] | None
-    """Selected keys of each query chunk, [B, t, S] bool, for layers that share them; None when attention was dense."""
+    """Selected keys of each span, [B, t, S] bool, for layers that share them; None when attention was dense."""
     indexer_kl: Tensor | None
     """Mean KL over query rows, scalar, when asked for and this layer has an indexer."""
 
@@ -96,25 +96,25 @@ class MultiHeadLatentAttention(nn.Module):
         k_BSHK = torch.cat([k_nope_BSHN, rope_BSR.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1)
         index = self._index(x_BTD, q_latent_BTQ, packed, mode)
 
-        outputs, selections, kl_sums, row_counts = [], [], [], []
-        ranges = [(start, min(start + QUERY_CHUNK, packed.length)) for start in range(0, packed.length, QUERY_CHUNK)]
-        recompute = len(ranges) > 1 and torch.is_grad_enabled()
-        for number, (start, stop) in enumerate(ranges):
+        outputs, selections, kl_sums = [], [], []
+        for number, span in enumerate(packed.spans):
             inherited = shared[number] if mode.sparse and shared is not None and self.indexer is None else None
-            rows = (slice(None), slice(start, stop))
-            index_chunk = None if index is None else (index[0][rows], index[1][rows], index[2][:, :stop])
-            arguments = (q_BTHK[rows], k_BSHK[:, :stop], v_BSHV[:, :stop], index_chunk, inherited, packed, start, mode)
-            if recompute:
-                chunk = checkpoint(self._attend, *arguments, use_reentrant=False, preserve_rng_state=False)
+            part = None
+            if index is not None:
+                part = index[0][:, span.queries], index[1][:, span.queries], index[2][:, span.keys]
+            arguments = (q_BTHK[:, span.queries], k_BSHK[:, span.keys], v_BSHV[:, span.keys], part, inherited, packed,
+                         span, mode)
+            if packed.is_short or not torch.is_grad_enabled():
+                out_BtHV, selected_BtS, kl = self._attend(*arguments)
             else:
-                chunk = self._attend(*arguments)
-            outputs.append(chunk[0])
-            selections.append(chunk[1])
-            if chunk[2] is not None:
-                row_counts.append(packed.query_rows(start, stop))
-                kl_sums.append(chunk[2] * row_counts[-1])
+                out_BtHV, selected_BtS, kl = checkpoint(self._attend, *arguments, use_reentrant=False,
+                                                        preserve_rng_state=False)
+            outputs.append(out_BtHV)
+            selections.append(selected_BtS)
+            if kl is not None:
+                kl_sums.append(kl * packed.query_rows(span))
         out_BTHV = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        kl = torch.stack(kl_sums).sum() / max(sum(row_counts), 1) if kl_sums else None
+        kl = torch.stack(kl_sums).sum() / max(sum(map(packed.query_rows, packed.spans)), 1) if kl_sums else None
         return AttentionResult(self.o_proj(out_BTHV.flatten(2)), tuple(selections) if mode.sparse else None, kl)
 
     def ragged(self, x_MD: Tensor, step: RaggedStep, latent_PSK: Tensor, index_keys_PSX: Tensor,
@@ -152,28 +152,28 @@ class MultiHeadLatentAttention(nn.Module):
         latent, rope = self.kv_a_proj_with_mqa(x).split([self.latent_dim, self.rope_dim], dim=-1)
         return self.kv_a_layernorm(latent), dispatch.apply_rope(rope.unsqueeze(-2), cos, sin).squeeze(-2)
 
-    def _index(self, x_BTD: Tensor, q_latent_BTQ: Tensor, packed: PackedRows,
-               mode: AttentionMode) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _index(self, x_BTD: Tensor, q_latent_BTQ: Tensor, packed: PackedRows, mode: AttentionMode) -> Index | None:
         """Index queries, head weights and keys, when selection or the loss needs them: detached from the main path."""
-        if self.indexer is None or not (mode.indexer_loss or (mode.sparse and packed.length > self.index_topk)):
+        must_select = mode.sparse and any(span.longest > self.index_topk for span in packed.spans)
+        if self.indexer is None or not (mode.indexer_loss or must_select):
             return None
         with torch.set_grad_enabled(mode.indexer_loss and torch.is_grad_enabled()):
             x_BTD = x_BTD.detach()
             q_BTJX, w_BTJ = self.indexer.queries(x_BTD, q_latent_BTQ.detach(), packed.cos_BTR2, packed.sin_BTR2)
             return q_BTJX, w_BTJ, self.indexer.keys(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
 
-    def _attend(self, q_BtHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: tuple[Tensor, Tensor, Tensor] | None,
-                inherited_BtS: Tensor | None, packed: PackedRows, start: int,
-                mode: AttentionMode) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One chunk of queries: output, the keys that it attended to, and the chunk's mean KL.
+    def _attend(self, q_BtHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: Index | None, inherited_BtS: Tensor | None,
+                packed: PackedRows, span: Span, mode: AttentionMode) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One span: output, the keys that it attended to, and the mean KL of its queries.
 
-        The mask is made here, so that a recomputed chunk keeps none alive.
+        The mask is made here, so that a recomputed span keeps none alive. Keys are only scored when more are visible
+        than the indexer keeps, or when the scores are to be trained.
         """
-        mask_BtS = packed.mask(start, k_BSHK.shape[1]) if inherited_BtS is None else inherited_BtS
-        if index is None or self.indexer is None:
+        mask_BtS = packed.mask(span) if inherited_BtS is None else inherited_BtS
+        if index is None or self.indexer is None or not (mode.indexer_loss or span.longest > self.index_topk):
             return dispatch.masked_attention(q_BtHK, k_BSHK, v_BSHV, mask_BtS, self.scale), mask_BtS, None
         scores_BtS = dispatch.index_scores(index[0], index[2], index[1], self.indexer.scale)
-        if mode.sparse:
+        if mode.sparse and span.longest > self.index_topk:
             mask_BtS = dispatch.select_topk(scores_BtS.detach(), mask_BtS, self.index_topk)
         out_BtHV = dispatch.masked_attention(q_BtHK, k_BSHK, v_BSHV, mask_BtS, self.scale)
         if not mode.indexer_loss:

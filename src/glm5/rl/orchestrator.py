@@ -29,7 +29,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from glm5.errors import ServiceError, TaskError
+from glm5.errors import ServiceError
 from glm5.process import serve_app
 from glm5.records import Episode
 from glm5.rl.config import RLConfig, read_rl_config
@@ -143,7 +143,7 @@ class Orchestrator:
             first = self._ledger.next_task_index(taskset)
             try:
                 task_ids = await runner.list_tasks(service.url, taskset, "train", first, TASK_BLOCK)
-            except (TaskError, OSError, TimeoutError) as error:
+            except ServiceError as error:
                 self._log.event("tasks_not_listed", taskset=taskset, error=str(error))
                 return None
             if not task_ids:

@@ -26,10 +26,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from glm5.engine.config import EngineConfig
 from glm5.engine.generation import Generation
 from glm5.errors import CheckpointError, Glm5Error
+from glm5.process import bind, serve_app
+from glm5.serve.answer import TextRequest
 from glm5.serve.metrics import Metrics
-from glm5.serve.openai import TextRequest, answer_events, answer_whole, parse_chat, parse_completion
+from glm5.serve.openai import answer_events, answer_whole, parse_chat, parse_completion
 from glm5.serve.protocol import ApiError, field, parse_generate, read_json, to_api_error
-from glm5.tokenizer.bpe import Tokenizer
+from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:  # the engine module loads torch
     from glm5.engine.engine import Engine
@@ -126,8 +128,9 @@ class Api:
         return _json(asdict(outcome), 200 if outcome.success else 400)
 
     async def pause(self, request: Request) -> Response:
-        """Run no more steps; requests stay."""
+        """Run no more steps; requests stay. Answers once the step that was running has ended."""
         self._engine.pause()
+        await asyncio.to_thread(self._engine.ping, _PING_S)
         return _json({"success": True})
 
     async def resume(self, request: Request) -> Response:
@@ -244,10 +247,10 @@ def serve(
     engine_config: EngineConfig | None = None,
     weight_version: int = 0,
 ) -> None:
-    """Serve the checkpoint in ``directory`` until SIGTERM. Raises CheckpointError or ServiceError before anything is announced."""
+    """Serve the checkpoint in ``directory`` until SIGTERM. Raises CheckpointError, or ServiceError for a taken port."""
+    if port:
+        bind(host, port).close()  # a taken port is reported before torch and the weights are loaded
     from glm5.engine.engine import Engine
-    from glm5.process import serve_app
-    from glm5.tokenizer.bpe import load_tokenizer
 
     path = Path(directory)
     tokenizer = load_tokenizer(path)

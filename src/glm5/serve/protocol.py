@@ -70,7 +70,7 @@ async def read_json(request: Request) -> dict[str, Any]:
 def field(
     data: dict[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None, required: bool = False
 ) -> Any:
-    """``data[name]`` when it is of ``kind``; ``default`` when absent or null. An int passes for a float, a bool for nothing else."""
+    """``data[name]`` of type ``kind``; ``default`` when absent or null. An int is a float, a bool is no number."""
     value = data.get(name)
     if value is None:
         if required:
@@ -114,7 +114,7 @@ def parse_generate(data: dict[str, Any]) -> GenerateRequest:
 
 
 def parse_sampling(data: dict[str, Any]) -> SamplingParams:
-    """``sampling_params`` of the token protocol; unknown names are refused, since ignoring one would change what is sampled."""
+    """``sampling_params`` of the token protocol; an unknown name is refused, since it would change what is sampled."""
     known = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "seed")
     for name in data:
         if name not in known:

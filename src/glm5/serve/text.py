@@ -1,4 +1,4 @@
-"""From sampled ids to text that can be sent: whole characters only, and nothing from a stop string on. Free of torch."""
+"""From sampled ids to text that can be sent: whole characters only, nothing from a stop string on. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from glm5.tokenizer.bpe import Tokenizer
 _REPLACEMENT = "\ufffd"
 _LONG_WINDOW = 16
 _LONGEST_TAIL = 3
-"""A character has at most four bytes and a token at least one, so at most three tokens can belong to an unfinished one."""
+"""A character has at most four bytes and a token at least one: at most three tokens form an unfinished one."""
 
 
 class Detokenizer:

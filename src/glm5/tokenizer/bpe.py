@@ -20,7 +20,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from itertools import groupby
 from pathlib import Path
 
 import tokenizers
@@ -268,14 +267,11 @@ class Tokenizer:
     def _render_segments(self, segments: Sequence[Segment]) -> Rendered:
         ids: list[int] = []
         loss_mask: list[bool] = []
-        # Neighbouring text is tokenised as one piece, as it would be in the rendered string.
-        for (special, trained), group in groupby(segments, key=lambda item: (item.special, item.trained)):
-            if special:
-                piece = [self.special_id(segment.text) for segment in group]
-            else:
-                piece = self.encode("".join(segment.text for segment in group))
+        # Two texts never touch, so piece by piece gives the ids of the rendered string.
+        for segment in segments:
+            piece = [self.special_id(segment.text)] if segment.special else self.encode(segment.text)
             ids += piece
-            loss_mask += [trained] * len(piece)
+            loss_mask += [segment.trained] * len(piece)
         return Rendered(ids, loss_mask)
 
 

@@ -1,8 +1,8 @@
 """The GLM-5 chat format: messages → segments of template and content.
 
 One function, ``conversation_segments``, decides the layout; the text, the ids and the loss mask are all read off its
-result, so they cannot disagree. A segment is either one special token of the template or a piece of ordinary text.
-Ordinary text never becomes a special token, whatever characters it holds.
+result, so they cannot disagree. A segment is either one special token of the template or a piece of ordinary text;
+two texts never follow each other. Ordinary text never becomes a special token, whatever characters it holds.
 
 Invariants of the format: ``[gMASK]<sop>`` comes first; there is no end-of-turn token, the next role token ends a turn;
 role tokens are followed by no newline; one ``<|observation|>`` opens a run of tool results; strings are written raw as

@@ -1,16 +1,17 @@
 """One sandbox: its shell, its Python programs, its files, its end.
 
 The shell is an ordinary ``/bin/sh`` that reads a script from its standard input: a command is quoted, evaluated in a
-subshell, and followed by a line with a random mark and its exit status. Output is read here, under a deadline and a cap;
-whoever passes either loses the sandbox, which is a result of that command and not a failure of ours.
+subshell, and followed by a line with a random mark and its exit status. Output is read here, under a deadline and a
+cap; whoever passes either loses the sandbox, which is a result of that command and not a failure of ours.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import re
 import secrets
+import select
 import shlex
 import shutil
 import signal
@@ -25,6 +26,7 @@ from glm5.errors import SandboxError
 
 T = TypeVar("T")
 _START_S = 10.0
+_FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')
 _MARK_BYTES = 64
 """More than the longest mark line without a reason."""
 _FLOOD = 64
@@ -72,8 +74,8 @@ class Box:
         """Run ``source`` as ``__main__`` in a fork of a booted interpreter, about 5 ms of processor time."""
         mark, program = secrets.token_hex(8), source.encode()
         self._check_open()
-        isolated = self._path is None
-        with self._owner.request_fork(b"E" if isolated else b"D", self._process if isolated else self._directory) as fork:
+        letter, target = (b"E", self._process) if self._path is None else (b"D", self._directory)
+        with self._owner.request_fork(letter, target) as fork:
             return await self._converse(fork, f"{mark} {len(program)}\n".encode() + program, mark, timeout_s)
 
     async def write_file(self, path: str, text: str) -> None:
@@ -105,6 +107,16 @@ class Box:
         if self._closed:
             raise SandboxError("the sandbox is closed; acquire a new one")
 
+    async def _require_death(self, connection: socket.socket, error: str) -> None:
+        """A program that could not be run is the doing of what killed the sandbox before, or a failure of ours."""
+        if connection is self._connection:  # the shell itself has ended
+            return
+        for _ in range(20):  # the last processes of a killed sandbox take a moment
+            if select.select([self._process], [], [], 0)[0]:
+                return
+            await asyncio.sleep(0.01)
+        raise SandboxError(f"a program could not be run: {error or 'the fork server gave no answer'}")
+
     def _kill(self) -> None:
         try:
             if self._path is not None:  # no process namespace ends what the shell started
@@ -130,7 +142,8 @@ class Box:
                 await loop.sock_sendall(connection, request)
                 while not reader.is_complete and not self._ended:
                     reader.feed(await loop.sock_recv(connection, 1 << 16))
-                    if reader.is_closed:
+                    if reader.is_closed or reader.error:
+                        await self._require_death(connection, reader.error)
                         self._ended = "killed it"
                     elif reader.size > _FLOOD * self._limits.output_bytes:
                         self._ended = f"wrote more than {_FLOOD * self._limits.output_bytes} bytes"
@@ -160,6 +173,11 @@ class _OutputReader:
         """The mark was read."""
         return self._status is not None
 
+    @property
+    def error(self) -> str:
+        """Why the program was not run; empty when it was."""
+        return (self._status or "").removeprefix("error ") if not (self._status or "0").isdigit() else ""
+
     def feed(self, piece: bytes) -> None:
         """Take what was read; an empty piece is the end of the connection."""
         self.is_closed = not piece
@@ -173,12 +191,11 @@ class _OutputReader:
             del self._kept[self._limit:-_MARK_BYTES]
 
     def result(self, timed_out: bool) -> ExecResult:
-        """What the command did. Raises SandboxError when the machinery said that it could not run it."""
-        if self._status is not None and not self._status.isdigit():
-            raise SandboxError(f"the sandbox could not run a program: {self._status.removeprefix('error ')}")
-        code = _KILLED if self._status is None else int(self._status)
+        """What the command did."""
+        code = int(self._status) if self._status and not self.error else _KILLED
         output = bytes(self._kept[: self._limit]).decode(errors="replace")
-        return ExecResult(exit_code=code, output=output, timed_out=timed_out, truncated=self.size > self._limit + _MARK_BYTES)
+        truncated = self.size > self._limit + _MARK_BYTES
+        return ExecResult(exit_code=code, output=output, timed_out=timed_out, truncated=truncated)
 
 
 async def read_start(connection: socket.socket, limits: Limits, isolated: bool) -> int:
@@ -192,7 +209,7 @@ async def read_start(connection: socket.socket, limits: Limits, isolated: bool) 
     try:
         async with asyncio.timeout(_START_S):
             await loop.sock_sendall(connection, f"ulimit -t {limits.cpu_s}\n{processes}echo ready\n".encode())
-            while not heard.endswith(b"ready\n"):
+            while not (b"ready\n" in heard and (found := _FIRST_PROCESS.search(heard))):
                 try:
                     piece = await loop.sock_recv(connection, 4096)
                 except ConnectionResetError:  # told once when bwrap ended without reading; its message follows
@@ -205,7 +222,7 @@ async def read_start(connection: socket.socket, limits: Limits, isolated: bool) 
         raise SandboxError(f"a new sandbox was not ready after {_START_S:.0f} s") from None
     except BrokenPipeError:
         raise SandboxError("the shell of a sandbox ended at once") from None
-    return int(json.loads(heard[: heard.rindex(b"}") + 1])["child-pid"])
+    return int(found[1])
 
 
 def _process_id(pidfd: int) -> int:

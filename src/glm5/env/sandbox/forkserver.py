@@ -58,14 +58,22 @@ def main() -> None:
         letter, descriptors, _, _ = socket.recv_fds(server, 16, 2)
         if not letter:
             return
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
-        if letter == b"S":
-            start_shell(settings, *descriptors)
-        elif os.fork() == 0:
-            serve_program(settings, server, letter, *descriptors)
+        try:
+            serve_request(settings, server, letter, descriptors)
+        except OSError as error:  # no process to be had, or the service gave up: this request's connection just closes
+            print(f"fork server: {error}", file=sys.stderr, flush=True)
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def serve_request(settings: dict, server: socket.socket, letter: bytes, descriptors: list) -> None:
+    """Start what a request asks for."""
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    if letter == b"S":
+        start_shell(settings, *descriptors)
+    elif os.fork() == 0:
+        serve_program(settings, server, letter, *descriptors)
 
 
 def warm_up() -> None:
@@ -83,16 +91,17 @@ def warm_up() -> None:
 def start_shell(settings: dict, connection: int, directory: int = -1) -> None:
     """Start the process tree of one sandbox. The connection closes when it cannot be started, or ends."""
     streams = [(os.POSIX_SPAWN_DUP2, connection, stream) for stream in (0, 1, 2, settings["info"])]
+    command = settings["shell"]
+    if directory >= 0:
+        os.fchdir(directory)
     try:
-        if directory >= 0:
-            os.fchdir(directory)
-        command = settings["shell"]
         process = os.posix_spawn(command[0], command, settings["environment"], file_actions=streams, setsid=True,
                                  setsigdef=[signal.SIGCHLD, signal.SIGPIPE])
-        if directory >= 0:  # bubblewrap says it itself
-            os.write(connection, b'{"child-pid": %d}\n' % process)
     except OSError as error:
-        os.write(connection, f"{settings['shell'][0]}: {error.strerror}\n".encode())
+        os.write(connection, f"{command[0]}: {error.strerror}\n".encode())
+        return
+    if directory >= 0:  # bubblewrap says it itself
+        os.write(connection, b'{"child-pid": %d}\n' % process)
 
 
 def serve_program(settings: dict, server: socket.socket, letter: bytes, connection: int, target: int) -> None:
@@ -166,7 +175,8 @@ def execute(program: bytes) -> int:
     except SystemExit as stop:
         return stop.code & 255 if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__.tb_next if error.__traceback__ else None)
+        inner = error.__traceback__.tb_next if error.__traceback__ else None
+        sys.excepthook(type(error), error.with_traceback(inner), inner)
         return 1
     return 0
 

@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -121,7 +120,7 @@ class SandboxPool:
                 socket.send_fds(self._socket, [letter], [theirs.fileno(), *others])
             except OSError as error:
                 ours.close()
-                raise SandboxError(f"the fork server of the sandboxes is gone ({error.strerror}); restart the service") from None
+                raise SandboxError(f"the fork server is gone ({error.strerror}); restart the service") from None
         ours.setblocking(False)
         return ours
 
@@ -176,7 +175,8 @@ def _settings(backend: str, limits: Limits, library: str) -> dict[str, Any]:
         "environment": {"PATH": "/usr/bin:/bin", "TMPDIR": "/tmp", "LANG": "C.UTF-8"},
     }
     if backend == "none":
-        return {**settings, "shell": ["/bin/sh"], "info": 2, "work": ".", "python_path": [library, f"{library}/lib-dynload"]}
+        return {**settings, "shell": ["/bin/sh"], "info": 2, "work": ".",
+                "python_path": [library, f"{library}/lib-dynload"]}
     command, library = _bwrap_command(limits, library, os.geteuid() if user is None else user)
     # Without a user namespace of its own, this limit would count the user's other processes.
     settings["program_limits"]["RLIMIT_NPROC"] = limits.processes
@@ -198,7 +198,7 @@ def _find_interpreter() -> tuple[str, str]:
             continue
         if found.returncode == 0:
             return program, found.stdout.strip()
-    raise SandboxError(f"{sys.executable}: cannot run a plain program with ctypes and pidfd_open; use a complete Python on Linux")
+    raise SandboxError(f"{sys.executable}: has no ctypes or no pidfd_open; use a complete Python on Linux")
 
 
 def _bwrap_command(limits: Limits, library: str, user: int) -> tuple[list[str], str]:
@@ -249,7 +249,8 @@ def _remove_stale_directories() -> None:
 _SHELL_PROBE = """
 while read -r key value rest; do case "$key$value" in CapEff:*|NoNewPrivs:*) printf '%s ' "$value";; esac
 done < /proc/self/status
-while read -r first second third rest; do case "$first$second" in Maxprocesses) echo "$third";; esac; done < /proc/self/limits
+while read -r first second third rest; do case "$first$second" in Maxprocesses) echo "$third";; esac
+done < /proc/self/limits
 """
 _PYTHON_PROBE = f"""
 import ctypes, os

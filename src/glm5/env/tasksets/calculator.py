@@ -24,7 +24,8 @@ _WORDINGS: dict[str, tuple[str, ...]] = {
 }
 _EXPRESSIONS = {"add": "{a} + {b}", "subtract": "{a} - {b}", "multiply": "{a} * {b}", "add_multiply": "{a} + {b} * {c}",
                 "sum_multiply": "({a} + {b}) * {c}", "add_subtract": "{a} + {b} - {c}"}
-_CYCLE = ("add", "subtract", "multiply", "add_multiply", "add", "subtract", "multiply", "add_subtract", "multiply", "sum_multiply")
+_CYCLE = ("add", "subtract", "multiply", "add_multiply", "add", "subtract", "multiply", "add_subtract",
+          "multiply", "sum_multiply")
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,38 +72,54 @@ class _Template:
     inputs: Callable[[random.Random, int], tuple[Any, ...]]
 
 
+_SUM = ("def {f}(items):", "    n = 0", "    for x in items:", "        if x > {k}:", "            n += x",
+        "    return n")
+_COUNT = (*_SUM[:3], "        if x < {k}:", "            n += 1", "    return n")
+_POWER = ("def {f}(n):", "    p = 1", "    for i in range(n):", "        p = p * {k}", "    return p")
+_SERIES = ("def {f}(n):", "    s = {k}", "    for i in range(1, n + 1):", "        s += i", "    return s")
+_EACH = ("def {f}(items):", "    out = []", "    for x in items:", "        out.append(x + {k})", "    return out")
+_REPEAT = ("def {f}(t):", '    s = ""', "    for i in range({k}):", "        s += t", "    return s")
+
+
+def _multiple(rng: random.Random, k: int) -> tuple[Any, ...]:
+    return (k * rng.randint(1, 9) + rng.choice((0, 0, 1, 2)),)
+
+
 _TEMPLATES = (
     _Template("x times {k} plus {m}", ("def {f}(x):", "    y = x * {k}", "    return y + {m}"),
               ((2, "    y = x + {k}"), (3, "    return y - {m}"), (3, "    return x + {m}")), _one),
     _Template("x times {k} minus {m}", ("def {f}(x):", "    y = x * {k}", "    return y - {m}"),
               ((2, "    y = x - {k}"), (3, "    return y + {m}"), (3, "    return x - {m}")), _one),
-    _Template("sum of items above {k}", ("def {f}(items):", "    n = 0", "    for x in items:", "        if x > {k}:",
-                                         "            n += x", "    return n"),
-              ((4, "        if x < {k}:"), (5, "            n -= x"), (5, "            n += 1"), (2, "    n = 1")), _numbers),
-    _Template("count of items below {k}", ("def {f}(items):", "    n = 0", "    for x in items:", "        if x < {k}:",
-                                           "            n += 1", "    return n"),
-              ((4, "        if x > {k}:"), (5, "            n -= 1"), (5, "            n += x"), (2, "    n = 1")), _numbers),
-    _Template("larger of a and b plus {k}", ("def {f}(a, b):", "    if a > b:", "        return a + {k}", "    return b + {k}"),
-              ((2, "    if a < b:"), (3, "        return b + {k}"), (4, "    return a + {k}"), (4, "    return b - {k}")), _pair),
-    _Template("smaller of a and b times {k}", ("def {f}(a, b):", "    if a < b:", "        return a * {k}", "    return b * {k}"),
-              ((2, "    if a > b:"), (3, "        return b * {k}"), (4, "    return a * {k}"), (4, "    return b + {k}")), _pair),
+    _Template("sum of items above {k}", _SUM,
+              ((2, "    n = 1"), (4, "        if x < {k}:"), (5, "            n -= x"), (5, "            n += 1")),
+              _numbers),
+    _Template("count of items below {k}", _COUNT,
+              ((2, "    n = 1"), (4, "        if x > {k}:"), (5, "            n -= 1"), (5, "            n += x")),
+              _numbers),
+    _Template("larger of a and b plus {k}",
+              ("def {f}(a, b):", "    if a > b:", "        return a + {k}", "    return b + {k}"),
+              ((2, "    if a < b:"), (3, "        return b + {k}"), (4, "    return a + {k}"),
+               (4, "    return b - {k}")), _pair),
+    _Template("smaller of a and b times {k}",
+              ("def {f}(a, b):", "    if a < b:", "        return a * {k}", "    return b * {k}"),
+              ((2, "    if a > b:"), (3, "        return b * {k}"), (4, "    return a * {k}"),
+               (4, "    return b + {k}")), _pair),
     _Template("x but at most {k}", ("def {f}(x):", "    if x > {k}:", "        return {k}", "    return x"),
               ((2, "    if x < {k}:"), (3, "        return x"), (4, "    return {k}")), _one),
     _Template("x but at least {k}", ("def {f}(x):", "    if x < {k}:", "        return {k}", "    return x"),
               ((2, "    if x > {k}:"), (3, "        return x"), (4, "    return {k}")), _one),
-    _Template("{k} to the power n", ("def {f}(n):", "    p = 1", "    for i in range(n):", "        p = p * {k}", "    return p"),
+    _Template("{k} to the power n", _POWER,
               ((2, "    p = 0"), (4, "        p = p + {k}"), (4, "        p = i * {k}"), (5, "    return n")), _small),
-    _Template("sum of 1 to n plus {k}", ("def {f}(n):", "    s = {k}", "    for i in range(1, n + 1):", "        s += i", "    return s"),
-              ((3, "    for i in range(1, n):"), (4, "        s -= i"), (4, "        s += 1"), (5, "    return n")), _small),
+    _Template("sum of 1 to n plus {k}", _SERIES,
+              ((3, "    for i in range(1, n):"), (4, "        s -= i"), (4, "        s += 1"), (5, "    return n")),
+              _small),
     _Template("is x a multiple of {k}", ("def {f}(x):", "    r = x % {k}", "    return r == 0"),
-              ((2, "    r = x * {k}"), (3, "    return r == 1"), (3, "    return x == 0")),
-              lambda rng, k: (k * rng.randint(1, 9) + rng.choice((0, 0, 1, 2)),)),
-    _Template("items plus {k} each", ("def {f}(items):", "    out = []", "    for x in items:", "        out.append(x + {k})",
-                                      "    return out"),
+              ((2, "    r = x * {k}"), (3, "    return r == 1"), (3, "    return x == 0")), _multiple),
+    _Template("items plus {k} each", _EACH,
               ((4, "        out.append(x - {k})"), (4, "        out.append({k})"), (5, "    return items")), _numbers),
     _Template("t then {w}", ("def {f}(t):", '    s = "{w}"', "    return t + s"),
               ((3, "    return s + t"), (3, "    return t"), (3, "    return s")), _text),
-    _Template("t {k} times", ("def {f}(t):", '    s = ""', "    for i in range({k}):", "        s += t", "    return s"),
+    _Template("t {k} times", _REPEAT,
               ((3, "    for i in range({m}):"), (4, "        s = t"), (5, "    return t")), _text),
 )
 
@@ -224,8 +240,9 @@ def _failure(name: str, arguments: tuple[Any, ...], output: str, expected: Any) 
 
 def _make(rng: random.Random, template: _Template) -> _Instance:
     name, text = distinct_words(rng, 2)
-    k = rng.randint(2, 4) if template.inputs is _text else rng.randint(2, 9) if template.inputs is _small else rng.randint(3, 60)
-    m = rng.choice([number for number in range(2, 10 if template.inputs is _text else 60) if number != k])
+    low, high = {_text: (2, 4), _small: (2, 9)}.get(template.inputs, (3, 60))
+    k = rng.randint(low, high)
+    m = rng.choice([number for number in range(2, 2 * high) if number != k])
     return _Instance(template, rng.choice(template.bugs), {"f": name, "w": text, "k": k, "m": m})
 
 

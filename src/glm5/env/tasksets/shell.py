@@ -8,7 +8,7 @@ the words that the instruction names, in order.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from glm5.env.sandbox.base import Sandbox
@@ -32,7 +32,7 @@ class _Kind:
     creates: bool = False
     effect: str = "none"
     answer: str = _DONE
-    lines: bool = field(default=False)
+    lines: bool = False
     """The file holds 10 to 99 lines instead of one."""
 
 
@@ -41,9 +41,11 @@ _KINDS: dict[str, _Kind] = {
     "show": _Kind(("What does file {a} say?", "Read file {a}."), "cat {a}", words=1, answer="{t}"),
     "copy": _Kind(("Copy file {a} to {b}.",), "cp {a} {b}", effect="copy"),
     "rename": _Kind(("Rename file {a} to {b}.", "Move file {a} to {b}."), "mv {a} {b}", effect="move"),
-    "write": _Kind(("Write {b} to file {a}.", "Make file {a} with text {b}."), "echo {b} > {a}", creates=True, effect="write"),
+    "write": _Kind(("Write {b} to file {a}.", "Make file {a} with text {b}."), "echo {b} > {a}", creates=True,
+                   effect="write"),
     "append": _Kind(("Append {b} to file {a}.", "Add line {b} to file {a}."), "echo {b} >> {a}", effect="append"),
-    "count": _Kind(("How many lines has file {a}?", "Count lines of file {a}."), "wc -l < {a}", words=1, answer="{n}", lines=True),
+    "count": _Kind(("How many lines has file {a}?", "Count lines of file {a}."), "wc -l < {a}", words=1, answer="{n}",
+                   lines=True),
     "make": _Kind(("Make directory {a}.", "Create directory {a}."), "mkdir {a}", words=1, creates=True, effect="make"),
     "into": _Kind(("Move file {a} into new directory {b}.", "Make directory {b} and move {a} there."),
                   "mkdir {b} && mv {a} {b}", effect="into"),

@@ -1,0 +1,67 @@
+"""Loading weights for an engine: the first ones, and those that replace them while it runs.
+
+A replacement is trusted only after four checks: the files match the checksums of ``manifest.json`` when the publisher
+wrote one, the checkpoint itself is complete (``load_model``), every tensor has the shape of the one it replaces, and
+every value is finite.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from glm5.engine.config import EngineConfig
+from glm5.errors import CheckpointError
+from glm5.model.checkpoint import load_model
+from glm5.model.transformer import GlmMoeDsaForCausalLM
+
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_weights(directory: str | Path, config: EngineConfig) -> GlmMoeDsaForCausalLM:
+    """The model in ``directory`` in the engine's type and on its device. Raises CheckpointError or ConfigError."""
+    return load_model(directory, dtype=_DTYPES[config.dtype], device=config.device)
+
+
+def load_replacement(
+    directory: str | Path, config: EngineConfig, current: GlmMoeDsaForCausalLM
+) -> GlmMoeDsaForCausalLM:
+    """A verified model that may take the place of ``current``. Raises CheckpointError or ConfigError."""
+    verify_checksums(Path(directory))
+    model = load_weights(directory, config)
+    tensors = model.state_dict()
+    expected = {name: (tensor.shape, tensor.dtype) for name, tensor in current.state_dict().items()}
+    if {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} != expected:
+        raise CheckpointError(
+            f"{directory}: its tensors differ in name, shape or type from those being served; start another server"
+        )
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{directory}: {name} has values that are not finite; publish good weights")
+    return model
+
+
+def verify_checksums(directory: Path) -> None:
+    """Compare the files named under ``sha256`` in ``manifest.json``, if there is one. Raises CheckpointError."""
+    manifest = directory / "manifest.json"
+    if not manifest.exists():
+        return
+    try:
+        checksums = dict(json.loads(manifest.read_text(encoding="utf-8"))["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{manifest}: unreadable ({type(error).__name__}: {error}); publish it again") from None
+    for name, checksum in checksums.items():
+        try:
+            with open(directory / name, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise CheckpointError(
+                f"{directory / name}: {error.strerror}, the manifest names it; publish it again"
+            ) from None
+        if found != checksum:
+            raise CheckpointError(
+                f"{directory / name}: SHA-256 {found}, the manifest says {checksum}; publish it again"
+            )
