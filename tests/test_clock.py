@@ -19,6 +19,15 @@ def test_seconds_of_a_step_add_up_over_attempts(tmp_path):
     assert saved["peak_rss_bytes"] > 1_000_000
 
 
+def test_nested_steps_count_in_both(tmp_path, monkeypatch):
+    monkeypatch.setattr("glm5.clock._TICK_S", 0.001)
+    clock = Clock(tmp_path / "clock.json")
+    with clock.step("run"), clock.step("sft"):
+        time.sleep(0.3)
+    saved = json.loads((tmp_path / "clock.json").read_text())["seconds"]
+    assert saved["run"] >= saved["sft"] >= 0.3
+
+
 def test_memory_of_children_is_counted():
     child = subprocess.Popen([sys.executable, "-c", "x = bytearray(200_000_000); print('up', flush=True); input()"],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)

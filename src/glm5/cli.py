@@ -151,9 +151,9 @@ def env_serve(names: Annotated[list[str], typer.Argument(help="Tasksets to serve
 @env_app.command("list")
 def env_list() -> None:
     """Tasksets that are installed."""
-    from glm5.env.service import available_tasksets
+    from glm5.env.tasks import taskset_names
 
-    for name in available_tasksets():
+    for name in taskset_names():
         print(name)
 
 
@@ -162,7 +162,7 @@ def env_check(name: str, count: Annotated[int, typer.Option(help="Tasks per spli
               sandbox: Annotated[str, typer.Option(help="bwrap, or none for no isolation at all.")] = "bwrap",
               as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
     """Prove a taskset: the oracle scores 1, doing nothing scores 0, splits do not overlap."""
-    from glm5.env.service import check_taskset
+    from glm5.env.check import check_taskset
 
     rows = check_taskset(name, count, sandbox)
     _print_results(f"env check {name}", rows, as_json)
@@ -175,7 +175,7 @@ def env_demos(name: str, output: Annotated[Path, typer.Option(help="File to writ
               count: Annotated[int, typer.Option(help="Demonstrations.")] = 100,
               sandbox: Annotated[str, typer.Option(help="bwrap, or none for no isolation at all.")] = "bwrap") -> None:
     """Write demonstrations of the scripted expert as a conversations file."""
-    from glm5.env.service import write_demonstrations
+    from glm5.env.check import write_demonstrations
 
     print(f"{write_demonstrations(name, count, output, sandbox)} demonstrations in {output}")
 

@@ -51,8 +51,8 @@ class Clock:
                 self.seconds[name] = self.seconds.get(name, 0.0) + now - last
                 self.peak_rss_bytes = max(self.peak_rss_bytes, tree_rss_bytes(os.getpid()))
                 state = {"seconds": self.seconds, "peak_rss_bytes": self.peak_rss_bytes, "attempts": self.attempts}
+                write_atomic(self._path, json.dumps(state))
             last = now
-            write_atomic(self._path, json.dumps(state))
             if finished:
                 return
 

@@ -107,7 +107,7 @@ class Pipeline:
         """All steps in order."""
         self._log.event("pipeline_started")
         with self._clock.step("run"):
-            self._check_sandbox()
+            self._check_machine()
             self._train_tokenizer()
             for stage in self.stages[:-1]:
                 self._run_stage(stage)
@@ -124,10 +124,12 @@ class Pipeline:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def _check_sandbox(self) -> None:
-        """Fail in the first second, not after the training, when isolation is missing."""
+    def _check_machine(self) -> None:
+        """Fail in the first second, not after the training, when isolation or the plotting library is missing."""
         from glm5.env.service import require_sandbox
+        from glm5.eval.figures import require_matplotlib
 
+        require_matplotlib()
         require_sandbox(self.rl.sandbox)
 
     def _train_tokenizer(self) -> None:
@@ -163,7 +165,7 @@ class Pipeline:
 
     def _write_demonstrations(self) -> None:
         """One conversations file for all tasksets, where the SFT stage expects it."""
-        from glm5.env.service import write_demonstrations
+        from glm5.env.check import write_demonstrations
 
         target = self._demonstrations()
         if target.exists():
@@ -269,18 +271,19 @@ class Pipeline:
 
     def _write_report(self) -> Path:
         from glm5.eval.report import build_report
+        from glm5.rl.summary import summary_rows
 
         rl_dir = self.run_dir / self.rl.name
         sections = {
             "Language modelling": self._language_rows(),
             "Multi-token prediction": self._rows("mtp", self._measure_mtp),
             "Held-out pass@1": _skill_rows(self.run_dir),
-            "Reinforcement learning": self._rl_rows(rl_dir),
+            "Reinforcement learning": summary_rows(rl_dir),
             "Cost": self._cost_rows(),
         }
         return build_report(
             self.run_dir, f"run {self.config.name}", sections,
-            curve=[record for record in read_jsonl(rl_dir / "metrics.jsonl") if "reward_mean" in record])
+            curve=read_jsonl(rl_dir / "metrics.jsonl"))
 
     def _language_rows(self) -> list[Row]:
         pretrain, sparse = self.stages[0].name, _last_named(self.stages, "dsa-sparse")
@@ -297,11 +300,6 @@ class Pipeline:
             {"name": "loss.sparse", "value": selected["nats_per_token"], "unit": "nats/token", "n": selected["tokens"],
              "baseline": "loss.dense", "ratio": 1 + gap, "goal": "within 0.5%", "met": abs(gap) <= 0.005},
         ]
-
-    def _rl_rows(self, rl_dir: Path) -> list[Row]:
-        from glm5.rl.trainer import run_summary
-
-        return run_summary(rl_dir)
 
     def _cost_rows(self) -> list[Row]:
         rows = [{"name": f"wall_s.{name}", "value": round(seconds, 1), "unit": "s"}

@@ -298,7 +298,7 @@ def test_wrong_requests_are_refused_at_once(make_engine: MakeEngine) -> None:
         with pytest.raises(InvalidRequestError, match="input_ids"):
             engine.submit(wrong)
     for name, value in {
-        "temperature": -1.0,
+        "temperature": 1e-30,
         "top_p": 0.0,
         "top_k": 0,
         "max_new_tokens": -1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5.engine.prefix_cache import PrefixCache
@@ -93,6 +93,7 @@ def test_a_disabled_cache_never_shares() -> None:
     assert cache.acquire(np.arange(25)).cached == 0
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.booleans(), st.integers(0, 3)), max_size=40

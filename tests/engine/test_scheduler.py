@@ -30,7 +30,7 @@ def chunks(plan: StepPlan) -> list[tuple[int, int, int]]:
     return [(chunk.sequence.request_id, chunk.start, chunk.stop) for chunk in plan.prefill]
 
 
-def run(of: Scheduler, cache: PrefixCache | None = None) -> StepPlan:
+def run(of: Scheduler) -> StepPlan:
     """Plan and pretend to compute."""
     plan = of.plan()
     for chunk in plan.prefill:

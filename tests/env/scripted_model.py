@@ -55,12 +55,22 @@ def model_app(policy: Policy, seen: list[Any] | None = None) -> Starlette:
     async def finish(request: Request) -> JSONResponse:
         if seen is not None:
             seen.append(await request.json())
-        trajectory = {"ids": [1, 2], "loss_mask": [False, True], "logprobs": [0.0, -0.5], "versions": [-1, 3], "turn_ids": ["t"]}
+        trajectory = {
+            "ids": [1, 2],
+            "loss_mask": [False, True],
+            "logprobs": [0.0, -0.5],
+            "versions": [-1, 3],
+            "turn_ids": ["t"],
+        }
         return JSONResponse({"trajectories": [trajectory], "turns": 1, "mismatches": 0, "kinds": {}})
 
-    return Starlette(routes=[
-        Route("/v1/chat/completions", chat, methods=["POST"]), Route("/sessions", create, methods=["POST"]),
-        Route("/sessions/{session}/finish", finish, methods=["POST"])])
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/sessions", create, methods=["POST"]),
+            Route("/sessions/{session}/finish", finish, methods=["POST"]),
+        ]
+    )
 
 
 @contextmanager

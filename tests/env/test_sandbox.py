@@ -17,6 +17,7 @@ from glm5.errors import ConfigError, SandboxError
 
 def in_sandbox(body, backend="bwrap", limits=None):
     """Run ``await body(box)`` in a fresh sandbox."""
+
     async def run():
         pool = SandboxPool(backend, ready=0, limits=limits)
         await pool.start()
@@ -27,6 +28,7 @@ def in_sandbox(body, backend="bwrap", limits=None):
             return result
         finally:
             await pool.close()
+
     return asyncio.run(run())
 
 
@@ -36,8 +38,11 @@ def children_of(process: int) -> list[int]:
     while todo:
         number = todo.pop()
         try:
-            listed = [int(child) for task in Path(f"/proc/{number}/task").iterdir()
-                      for child in (task / "children").read_text().split()]
+            listed = [
+                int(child)
+                for task in Path(f"/proc/{number}/task").iterdir()
+                for child in (task / "children").read_text().split()
+            ]
         except OSError:
             continue
         found += listed
@@ -55,8 +60,13 @@ def test_a_command_gives_its_output_and_exit_status():
 
 def test_quotes_newlines_and_broken_syntax_stay_inside_one_command():
     async def body(box):
-        return (await box.exec("""echo 'it'"'"'s'\necho "a b" | tr a c"""), await box.exec("echo 'open"), await box.exec("echo on"),
-                await box.exec("cat", stdin="it's\nhere"), await box.exec("echo \0"))
+        return (
+            await box.exec("""echo 'it'"'"'s'\necho "a b" | tr a c"""),
+            await box.exec("echo 'open"),
+            await box.exec("echo on"),
+            await box.exec("cat", stdin="it's\nhere"),
+            await box.exec("echo \0"),
+        )
 
     quoted, broken, after, stdin, nul = in_sandbox(body)
     assert quoted.output == "it's\nc b\n"
@@ -68,9 +78,16 @@ def test_quotes_newlines_and_broken_syntax_stay_inside_one_command():
 
 def test_the_host_is_neither_visible_nor_writable():
     async def body(box):
-        return [await box.exec(command) for command in (
-            "ls /root /etc/passwd /home /work/../root", "touch /usr/x; touch /x; touch /dev/x; echo $?", "id -u; ls /proc | grep -c '^[0-9]'",
-            f"ls {Path.cwd()} 2>&1", "env | sort")]
+        return [
+            await box.exec(command)
+            for command in (
+                "ls /root /etc/passwd /home /work/../root",
+                "touch /usr/x; touch /x; touch /dev/x; echo $?",
+                "id -u; ls /proc | grep -c '^[0-9]'",
+                f"ls {Path.cwd()} 2>&1",
+                "env | sort",
+            )
+        ]
 
     hidden, readonly, identity, cwd, environment = in_sandbox(body)
     assert hidden.exit_code != 0 and "passwd\n" not in hidden.output.replace("'/etc/passwd'", "")
@@ -106,7 +123,9 @@ def test_a_program_has_no_capability_and_cannot_get_a_namespace():
     """
 
     async def body(box):
-        return await box.python(textwrap.dedent(probe)), await box.exec("unshare -U true; mount -t tmpfs x /tmp; echo $?")
+        return await box.python(textwrap.dedent(probe)), await box.exec(
+            "unshare -U true; mount -t tmpfs x /tmp; echo $?"
+        )
 
     program, shell = in_sandbox(body)
     assert program.output == f"['{'0' * 16}', '{'0' * 16}', '1']\n-1 -1\n"
@@ -115,8 +134,11 @@ def test_a_program_has_no_capability_and_cannot_get_a_namespace():
 
 def test_memory_files_and_disk_are_limited():
     async def body(box):
-        return (await box.python("x = bytearray(1 << 30)"), await box.exec("head -c 100000000 /dev/zero > big; stat -c %s big"),
-                await box.exec("for i in 1 2 3 4; do head -c 3000000 /dev/zero > f$i; done; du -sb ."))
+        return (
+            await box.python("x = bytearray(1 << 30)"),
+            await box.exec("head -c 100000000 /dev/zero > big; stat -c %s big"),
+            await box.exec("for i in 1 2 3 4; do head -c 3000000 /dev/zero > f$i; done; du -sb ."),
+        )
 
     memory, big, disk = in_sandbox(body)
     assert "MemoryError" in memory.output and memory.exit_code == 1
@@ -149,7 +171,12 @@ def test_output_is_capped_and_a_flood_ends_the_sandbox():
     limits = Limits(output_bytes=1000)
 
     async def body(box):
-        return (await box.exec("seq 1 2000"), await box.exec("echo fine"), await box.exec("yes"), await box.exec("echo late"))
+        return (
+            await box.exec("seq 1 2000"),
+            await box.exec("echo fine"),
+            await box.exec("yes"),
+            await box.exec("echo late"),
+        )
 
     long, fine, flood, late = in_sandbox(body, limits=limits)
     assert len(long.output) == 1000 and long.truncated and long.exit_code == 0
@@ -192,7 +219,7 @@ def test_reading_files_follows_no_link_and_no_pipe_blocks():
     async def body(box):
         await box.exec("ln -s /proc/self/environ link; ln -s / dir; mkfifo pipe; mkdir -p a/b; echo x > a/b/c")
         outside = [await box.read_file("link"), await box.read_file("dir/etc/hostname"), await box.read_file("pipe")]
-        with pytest.raises(SandboxError, match="without . and .."):
+        with pytest.raises(SandboxError, match=r"without \. and \.\."):
             await box.read_file("../etc/passwd")
         with pytest.raises(SandboxError, match="cannot be written"):
             await box.write_file("dir/x", "no")
@@ -213,8 +240,15 @@ def test_written_files_belong_to_the_sandbox():
 
 def test_a_python_program_runs_like_python():
     async def body(box):
-        return [await box.python(source) for source in (
-            "import sys, json; print(json.dumps([1])); sys.exit(4)", "1 / 0", "print('x' * 70000)", "def f(: pass")]
+        return [
+            await box.python(source)
+            for source in (
+                "import sys, json; print(json.dumps([1])); sys.exit(4)",
+                "1 / 0",
+                "print('x' * 70000)",
+                "def f(: pass",
+            )
+        ]
 
     ended, failed, long, syntax = in_sandbox(body)
     assert (ended.exit_code, ended.output) == (4, "[1]\n")
@@ -261,6 +295,46 @@ def test_closing_a_pool_leaves_no_process():
     asyncio.run(run())
     time.sleep(0.3)
     assert children_of(os.getpid()) == []
+
+
+def starting_sandboxes(owner: int) -> list[str]:
+    """Command lines of bubblewrap processes labelled with the process that owns their pool."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if f"--hostname glm5-{owner} " in line:
+            lines.append(line)
+    return lines
+
+
+def test_a_service_killed_while_sandboxes_start_leaves_none_behind():
+    program = """
+    import asyncio
+    from glm5.env.sandbox import SandboxPool
+
+    async def main():
+        pool = SandboxPool(ready=0)
+        await pool.start()
+        print("ready", flush=True)
+        while True:
+            await asyncio.gather(*(pool.acquire() for _ in range(8)))
+
+    asyncio.run(main())
+    """
+    for delay in (0.0, 0.01, 0.02, 0.03):
+        process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        deadline = time.monotonic() + 8
+        while time.monotonic() < deadline and starting_sandboxes(process.pid):
+            time.sleep(0.05)
+        assert starting_sandboxes(process.pid) == []
 
 
 @pytest.mark.parametrize("backend", ["bwrap", "none"])
@@ -314,7 +388,7 @@ def test_broken_isolation_is_refused_in_one_line(monkeypatch, tmp_path):
 
 def test_a_bwrap_that_isolates_nothing_is_refused(monkeypatch, tmp_path):
     fake = tmp_path / "bwrap"
-    fake.write_text("#!/bin/sh\necho \"{\\\"child-pid\\\": $$}\"\nmkdir -p /tmp/glm5-test-none\nexec /bin/sh\n")
+    fake.write_text('#!/bin/sh\necho "{\\"child-pid\\": $$}"\nmkdir -p /tmp/glm5-test-none\nexec /bin/sh\n')
     fake.chmod(0o755)
     for parent in list(tmp_path.parents)[:3]:
         if parent.owner() == tmp_path.owner() and parent != Path("/tmp"):
@@ -325,7 +399,7 @@ def test_a_bwrap_that_isolates_nothing_is_refused(monkeypatch, tmp_path):
 
 
 def test_an_unknown_backend_is_named():
-    with pytest.raises(ConfigError, match="docker.*bwrap, none"):
+    with pytest.raises(ConfigError, match=r"docker.*bwrap, none"):
         SandboxPool("docker")
 
 

@@ -31,8 +31,12 @@ APP_OPTIONS = {"capacity": 4}
 
 def expert(messages):
     """A model that knows every training task by its instruction."""
-    task = next(task for taskset in TASKSETS.values() for index in range(14)
-                if (task := taskset.task("train", index)).instruction == messages[0]["content"])
+    task = next(
+        task
+        for taskset in TASKSETS.values()
+        for index in range(14)
+        if (task := taskset.task("train", index)).instruction == messages[0]["content"]
+    )
     solution = TASKSETS[task.taskset].solution(task)
     done = sum(message["role"] == "tool" for message in messages)
     if done < len(solution.calls):
@@ -43,12 +47,14 @@ def expert(messages):
 
 def play(policy, body, names=("calculator", "shell", "repair"), **options):
     """Run ``await body(http, service_url, model_url)`` against a real service and a scripted model."""
+
     async def run(service_url, model_url):
         http = HttpClient()
         try:
             return await body(http, service_url, model_url)
         finally:
             await http.close()
+
     with served(model_app(policy, options.pop("seen", None))) as model_url:
         with served(build_app(names, **{**APP_OPTIONS, **options})) as service_url:
             return asyncio.run(run(service_url, model_url))
@@ -56,20 +62,32 @@ def play(policy, body, names=("calculator", "shell", "repair"), **options):
 
 def request(task_id, model_url, **changes):
     """Body of POST /episodes/run."""
-    return {"episode_id": task_id.replace("/", "-"), "task_id": task_id, "base_url": f"{model_url}/v1", "api_key": "key",
-            "max_turns": 4, "timeout_s": 20.0, **changes}
+    return {
+        "episode_id": task_id.replace("/", "-"),
+        "task_id": task_id,
+        "base_url": f"{model_url}/v1",
+        "api_key": "key",
+        "max_turns": 4,
+        "timeout_s": 20.0,
+        **changes,
+    }
 
 
 def test_whole_episodes_of_every_taskset_succeed_with_the_expert():
     seen = []
 
     async def body(http, service, model):
-        runs = [http.post(f"{service}/episodes/run", request(f"{name}/train/{index}", model), 30)
-                for name in TASKSETS for index in range(3)]
+        runs = [
+            http.post(f"{service}/episodes/run", request(f"{name}/train/{index}", model), 30)
+            for name in TASKSETS
+            for index in range(3)
+        ]
         return await asyncio.gather(*runs), await service_info(http, service)
 
     results, info = play(expert, body, seen=seen)
-    assert [(result["outcome"], result["reward"], result["turns"], result["reason"]) for result in results] == [("ok", 1.0, 2, "")] * 9
+    assert [(result["outcome"], result["reward"], result["turns"], result["reason"]) for result in results] == [
+        ("ok", 1.0, 2, "")
+    ] * 9
     assert all(result["duration_s"] > 0 and "used_tool" in result["reward_parts"] for result in results)
     assert (info["running"], info["open_sandboxes"], info["outcomes"], info["capacity"]) == (0, 0, {"ok": 9}, 4)
     second = next(body for body in seen if len(body["messages"]) == 3)
@@ -86,33 +104,53 @@ def test_what_the_model_does_wrong_is_graded():
         "bad_json": lambda messages: tool_call("calculator", "{"),
         "bad_tool": lambda messages: tool_call("nothing", "{}"),
         "length": lambda messages: {**answer("1 2 3"), "finish": "length"},
-        "context": lambda messages: answer("") if not messages else {
-            "status": 400, "error": {"message": "too long", "code": "context_length_exceeded"}} if len(messages) > 1
-            else tool_call("calculator", '{"expression": "1 + 1"}'),
+        "context": lambda messages: (
+            answer("")
+            if not messages
+            else {"status": 400, "error": {"message": "too long", "code": "context_length_exceeded"}}
+            if len(messages) > 1
+            else tool_call("calculator", '{"expression": "1 + 1"}')
+        ),
     }
     found = {}
     for name, policy in policies.items():
+
         async def body(http, service, model):
             return await http.post(f"{service}/episodes/run", request("calculator/train/0", model, max_turns=3), 30)
 
         result = play(policy, body, names=("calculator",))
         found[name] = (result["outcome"], result["reward"], result["turns"])
-    assert found == {"silence": ("ok", 0.0, 1), "wrong": ("ok", 0.0, 1), "loop": ("truncated", 0.0, 3),
-                     "bad_json": ("agent_error", 0.0, 3), "bad_tool": ("agent_error", 0.0, 3), "length": ("truncated", 0.0, 1),
-                     "context": ("truncated", 0.0, 1)}
+    assert found == {
+        "silence": ("ok", 0.0, 1),
+        "wrong": ("ok", 0.0, 1),
+        "loop": ("truncated", 0.0, 3),
+        "bad_json": ("agent_error", 0.0, 3),
+        "bad_tool": ("agent_error", 0.0, 3),
+        "length": ("truncated", 0.0, 1),
+        "context": ("truncated", 0.0, 1),
+    }
 
 
 def test_what_the_machinery_does_wrong_has_no_reward():
     cases = {
         "status": (lambda messages: {"status": 503, "error": {"message": "engine is gone"}}, {}, "engine is gone"),
-        "closed": (lambda messages: {"status": 410, "error": {"message": "session closed", "code": "closed"}}, {}, "session closed"),
-        "slow": (lambda messages: {"sleep": 5, **answer("")}, {"timeout_s": 0.3}, "the episode's time is over|no answer within"),
+        "closed": (
+            lambda messages: {"status": 410, "error": {"message": "session closed", "code": "closed"}},
+            {},
+            "session closed",
+        ),
+        "slow": (
+            lambda messages: {"sleep": 5, **answer("")},
+            {"timeout_s": 0.3},
+            "the episode's time is over|no answer within",
+        ),
         "nobody": (lambda messages: answer(""), {"base_url": "http://127.0.0.1:9/v1"}, "127.0.0.1:9"),
         "odd": (lambda messages: {"role": "assistant", "tool_calls": 3}, {}, "expected choices"),
     }
     import re
 
     for policy, changes, reason in cases.values():
+
         async def body(http, service, model, changes=changes):
             result = await http.post(f"{service}/episodes/run", request("shell/train/0", model, **changes), 30)
             return result, await service_info(http, service)
@@ -141,7 +179,10 @@ def test_an_episode_can_be_driven_step_by_step():
 
     async def body(http, service, model):
         prepared = await http.post(f"{service}/episodes", {"episode_id": "a", "task_id": task.task_id}, 10)
-        assert prepared["messages"] == [{"role": "user", "content": task.instruction}] and prepared["instruction"] == task.instruction
+        assert (
+            prepared["messages"] == [{"role": "user", "content": task.instruction}]
+            and prepared["instruction"] == task.instruction
+        )
         assert prepared["tools"][0]["function"]["name"] == "shell"
         with pytest.raises(HttpStatusError, match="already running"):
             await http.post(f"{service}/episodes", {"episode_id": "a", "task_id": task.task_id}, 10)
@@ -149,7 +190,9 @@ def test_an_episode_can_be_driven_step_by_step():
         assert bad == {"output": "error: command is missing"}
         before = await http.post(f"{service}/episodes/a/verify", {"messages": []}, 10)
         assert (before["reward"], before["outcome"]) == (0.0, "ok")
-        done = await http.post(f"{service}/episodes/a/exec", {"name": "shell", "arguments": {"command": task.data["command"]}}, 10)
+        done = await http.post(
+            f"{service}/episodes/a/exec", {"name": "shell", "arguments": {"command": task.data["command"]}}, 10
+        )
         assert done == {"output": "ok"}
         after = await http.post(f"{service}/episodes/a/verify", {"messages": [answer("done")]}, 10)
         assert (after["reward"], after["outcome"]) == (1.0, "ok") and after["reward_parts"]["state"] == 1.0
@@ -166,12 +209,18 @@ def test_callers_mistakes_are_one_line_with_status_400():
         for path, data, message in (
             ("episodes/run", request("calculator/train/0", model, max_turns=0), "max_turns: expected a number from 1"),
             ("episodes/run", request("chess/train/0", model), "taskset 'chess' is not served here"),
-            ("episodes/run", [1], "not a JSON object"), ("episodes", {"episode_id": "a"}, "task_id: expected a text"),
+            ("episodes/run", [1], "not a JSON object"),
+            ("episodes", {"episode_id": "a"}, "task_id: expected a text"),
         ):
             with pytest.raises(HttpStatusError, match=message) as caught:
                 await http.post(f"{service}/{path}", data, 10)
             assert caught.value.status == 400
-        for query, message in (("split=dev", "expected one of demo"), ("offset=x", "integers"), ("limit=0", "limit in 1"), ("taskset=go", "not served")):
+        for query, message in (
+            ("split=dev", "expected one of demo"),
+            ("offset=x", "integers"),
+            ("limit=0", "limit in 1"),
+            ("taskset=go", "not served"),
+        ):
             with pytest.raises(HttpStatusError, match=message):
                 await http.get(f"{service}/tasks?{query}", 10)
 
@@ -196,7 +245,12 @@ def test_tasks_are_listed_by_split_and_offset():
 
 def test_no_more_episodes_run_at_once_than_the_capacity():
     async def body(http, service, model):
-        runs = asyncio.gather(*(http.post(f"{service}/episodes/run", request(f"calculator/train/{index}", model), 30) for index in range(7)))
+        runs = asyncio.gather(
+            *(
+                http.post(f"{service}/episodes/run", request(f"calculator/train/{index}", model), 30)
+                for index in range(7)
+            )
+        )
         await asyncio.sleep(0.5)
         info = await service_info(http, service)
         return info["running"], [result["outcome"] for result in await runs]
@@ -220,15 +274,26 @@ def test_abandoned_episodes_are_reaped(monkeypatch):
 
 def test_the_client_makes_a_record_and_never_raises():
     seen = []
-    settings = {"group_id": "g", "taskset": "calculator", "task_id": "calculator/train/0", "max_turns": 4, "timeout_s": 10.0,
-                "sampling": SamplingParams(temperature=0.5, seed=3)}
+    settings = {
+        "group_id": "g",
+        "taskset": "calculator",
+        "task_id": "calculator/train/0",
+        "max_turns": 4,
+        "timeout_s": 10.0,
+        "sampling": SamplingParams(temperature=0.5, seed=3),
+    }
 
     async def body(http, service, model):
         good = await run_episode(http, gateway_url=model, service_url=service, episode_id="e1", **settings)
-        no_service = await run_episode(http, gateway_url=model, service_url="http://127.0.0.1:9", episode_id="e2", **settings)
-        no_gateway = await run_episode(http, gateway_url="http://127.0.0.1:9", service_url=service, episode_id="e3", **settings)
-        unknown = await run_episode(http, gateway_url=model, service_url=service, episode_id="e4",
-                                    **{**settings, "task_id": "calculator/dev/0"})
+        no_service = await run_episode(
+            http, gateway_url=model, service_url="http://127.0.0.1:9", episode_id="e2", **settings
+        )
+        no_gateway = await run_episode(
+            http, gateway_url="http://127.0.0.1:9", service_url=service, episode_id="e3", **settings
+        )
+        unknown = await run_episode(
+            http, gateway_url=model, service_url=service, episode_id="e4", **{**settings, "task_id": "calculator/dev/0"}
+        )
         return good, no_service, no_gateway, unknown
 
     good, *failures = play(expert, body, names=("calculator",), seen=seen)
@@ -246,8 +311,10 @@ async def run_two(service_url, model_url):
     """A calculator and a shell episode against a service process."""
     http = HttpClient()
     try:
-        return [await http.post(f"{service_url}/episodes/run", request(task_id, model_url), 30)
-                for task_id in ("calculator/train/0", "shell/train/1")]
+        return [
+            await http.post(f"{service_url}/episodes/run", request(task_id, model_url), 30)
+            for task_id in ("calculator/train/0", "shell/train/1")
+        ]
     finally:
         await http.close()
 
@@ -264,9 +331,13 @@ def test_a_service_process_runs_episodes_registers_again_and_stops_clean(tmp_pat
         known = sum(kind == "heartbeat" for kind, _ in calls) != 2
         return JSONResponse({"error": {"message": "unknown service"}} if not known else {}, 200 if known else 404)
 
-    app = Starlette(routes=[Route("/register", register, methods=["POST"]), Route("/heartbeat", heartbeat, methods=["POST"])])
-    program = ("import sys\nfrom pathlib import Path\nimport glm5.env.service as service\nservice._HEARTBEAT_S = 0.1\n"
-               "service.run_service(['calculator', 'shell'], port=0, ready_file=Path(sys.argv[1]), register_url=sys.argv[2], capacity=5)")
+    app = Starlette(
+        routes=[Route("/register", register, methods=["POST"]), Route("/heartbeat", heartbeat, methods=["POST"])]
+    )
+    program = (
+        "import sys\nfrom pathlib import Path\nimport glm5.env.service as service\nservice._HEARTBEAT_S = 0.1\n"
+        "service.run_service(['calculator', 'shell'], port=0, ready_file=Path(sys.argv[1]), register_url=sys.argv[2], capacity=5)"
+    )
     with served(app) as url:
         ready = tmp_path / "ready.json"
         process = subprocess.Popen([sys.executable, "-c", program, str(ready), url], stderr=subprocess.DEVNULL)
@@ -282,7 +353,11 @@ def test_a_service_process_runs_episodes_registers_again_and_stops_clean(tmp_pat
     kinds = [kind for kind, _ in calls]
     assert kinds[:4] == ["register", "heartbeat", "heartbeat", "register"]
     description = calls[0][1]
-    assert description["kind"] == "task_service" and description["tasksets"] == ["calculator", "shell"] and description["capacity"] == 5
+    assert (
+        description["kind"] == "task_service"
+        and description["tasksets"] == ["calculator", "shell"]
+        and description["capacity"] == 5
+    )
     assert description["url"] == json.loads(ready.read_text())["url"] and calls[1][1] == {"id": description["id"]}
     assert family and not [pid for pid in family if Path(f"/proc/{pid}/exe").exists()]
 

@@ -41,7 +41,14 @@ def attempt():
 def test_the_expert_scores_one_and_doing_nothing_zero_on_every_split(name):
     rows = check_taskset(name, 14)
     assert [row["name"] for row in rows] == [
-        "oracle.demo", "nothing.demo", "oracle.train", "nothing.train", "oracle.heldout", "nothing.heldout", "overlap"]
+        "oracle.demo",
+        "nothing.demo",
+        "oracle.train",
+        "nothing.train",
+        "oracle.heldout",
+        "nothing.heldout",
+        "overlap",
+    ]
     assert [row for row in rows if not row["met"]] == []
 
 
@@ -66,8 +73,12 @@ def test_every_installed_name_loads_and_calls_itself_so():
 def test_task_ids_name_a_task_or_an_error_in_one_line():
     tasksets = {"calculator": load_taskset("calculator")}
     assert task_from_id(tasksets, "calculator/train/7") == tasksets["calculator"].task("train", 7)
-    for bad, message in (("shell/train/0", "not served"), ("calculator/test/0", "expected one of"), ("calculator/train/x", "<index>"),
-                         ("calculator", "<index>")):
+    for bad, message in (
+        ("shell/train/0", "not served"),
+        ("calculator/test/0", "expected one of"),
+        ("calculator/train/x", "<index>"),
+        ("calculator", "<index>"),
+    ):
         with pytest.raises(TaskError, match=message):
             task_from_id(tasksets, bad)
 
@@ -96,8 +107,11 @@ def test_shell_rewards_only_the_exact_tree(attempt):
         task = taskset.task("train", index)
         command, final = task.data["command"], task.data["answer"]
         for calls, text in (
-            ([f"{command}; touch extra"], final), (["rm -rf ./*"], final), (["true"], final),
-            ([f"{command}; chmod 000 ."], final), ([command, "ln -s x link"], final),
+            ([f"{command}; touch extra"], final),
+            (["rm -rf ./*"], final),
+            (["true"], final),
+            ([f"{command}; chmod 000 ."], final),
+            ([command, "ln -s x link"], final),
         ):
             parts = attempt(taskset, task, [("shell", {"command": call}) for call in calls], text)
             reads_only = task.data["before"] == task.data["after"] and calls == ["true"]
@@ -110,9 +124,16 @@ def test_shell_rewards_only_the_exact_tree(attempt):
 def test_shell_shows_output_errors_and_silence(attempt):
     taskset = load_taskset("shell")
     task = taskset.task("train", 0)
-    calls = [("shell", {"command": "true"}), ("shell", {"command": "cat nofile"}), ("shell", {"command": "seq 1 999"}),
-             ("shell", {}), ("shell", {"command": 3}), ("other", {"command": "true"}), ("shell", {"command": "sleep 9"}),
-             ("shell", {"command": "true"})]
+    calls = [
+        ("shell", {"command": "true"}),
+        ("shell", {"command": "cat nofile"}),
+        ("shell", {"command": "seq 1 999"}),
+        ("shell", {}),
+        ("shell", {"command": 3}),
+        ("other", {"command": "true"}),
+        ("shell", {"command": "sleep 9"}),
+        ("shell", {"command": "true"}),
+    ]
     ok, missing, long, absent, typed, other, slow, ended = attempt(taskset, task, calls)["outputs"]
     assert ok == "ok"
     assert missing == "error 1: cat: nofile: No such file or directory"
@@ -126,7 +147,7 @@ def test_repair_lets_the_agent_try_again(attempt):
     taskset = load_taskset("repair")
     for index in range(14):
         task = taskset.task("train", index)
-        (name, fix), = taskset.solution(task).calls
+        ((name, fix),) = taskset.solution(task).calls
         wrong = {**fix, "text": "return 123456"}
         parts = attempt(taskset, task, [(name, wrong), (name, fix)], "fixed")
         assert parts["outputs"][1] == "ok" and parts["outputs"][0].startswith(f"Here {task.data['function']}(")
@@ -135,27 +156,42 @@ def test_repair_lets_the_agent_try_again(attempt):
 
 def test_repair_cannot_be_cheated(attempt):
     taskset = load_taskset("repair")
-    for index in range(14):
+    for index in (0, 2, 4, 10):
         task = taskset.task("train", index)
-        line, shown, expected = task.data["line"], task.data["inputs"][0], task.data["expected"][0]
-        name = task.data["function"]
+        expected, name = task.data["expected"][0], task.data["function"]
         for text in (
-            f"return {expected!r}", "import os; os._exit(0)", "raise SystemExit(0)", "print('= 1'); return 1",
-            f"print('= ' + repr({expected!r})); import os; os._exit(0)", "import sys; sys.exit(3)",
-            f"return {expected!r} if {shown!r} else 0", "return type('A', (), {'__eq__': lambda *_: True, '__repr__': lambda _: 'A'})()",
-            f"open('program.py', 'w').write('def {name}(*a): return {expected!r}')", "while True: pass",
+            f"return {expected!r}",
+            "import os; os._exit(0)",
+            "raise SystemExit(0)",
+            "print('= 1'); return 1",
+            f"print('= ' + repr({expected!r})); import os; os._exit(0)",
+            "import sys; sys.exit(3)",
+            "return type('A', (), {'__eq__': lambda *_: True, '__repr__': lambda _: 'A'})()",
+            f"open('program.py', 'w').write('def {name}(*a): return {expected!r}')",
         ):
-            if text == task.data["fix"]:
-                continue
-            parts = attempt(taskset, task, [("edit", {"line": line, "text": text})], "fixed")
+            parts = attempt(taskset, task, [("edit", {"line": task.data["line"], "text": text})], "fixed")
             assert parts["reward"] == 0.0, (task.instruction, text, parts)
+
+
+def test_an_endless_loop_in_a_repair_is_a_wrong_answer(attempt):
+    taskset = load_taskset("repair")
+    parts = attempt(taskset, taskset.task("train", 0), [("edit", {"line": 2, "text": "while True: pass"})], "fixed")
+    assert "gives TimeoutError, not" in parts["outputs"][0]
+    assert parts["reward"] == 0.0
 
 
 def test_repair_refuses_edits_outside_the_function(attempt):
     taskset = load_taskset("repair")
     task = taskset.task("train", 0)
-    calls = [("edit", {"line": 0, "text": "x"}), ("edit", {"line": 99, "text": "x"}), ("edit", {"line": 2, "text": "a\nb"}),
-             ("edit", {"line": "two", "text": "x"}), ("edit", {"line": 2}), ("edit", {"line": 2, "text": "x" * 200}), ("test", {})]
+    calls = [
+        ("edit", {"line": 0, "text": "x"}),
+        ("edit", {"line": 99, "text": "x"}),
+        ("edit", {"line": 2, "text": "a\nb"}),
+        ("edit", {"line": "two", "text": "x"}),
+        ("edit", {"line": 2}),
+        ("edit", {"line": 2, "text": "x" * 200}),
+        ("test", {}),
+    ]
     parts = attempt(taskset, task, calls)
     assert all(output.startswith("error: ") for output in parts["outputs"])
     assert parts["reward"] == 0.0 and parts["passed"] == 0.0
@@ -164,8 +200,10 @@ def test_repair_refuses_edits_outside_the_function(attempt):
 def test_repair_keeps_indentation_and_takes_a_line_number_as_text(attempt):
     taskset = load_taskset("repair")
     task = taskset.task("train", 2)
-    (name, fix), = taskset.solution(task).calls
-    assert attempt(taskset, task, [(name, {"line": str(fix["line"]), "text": f"      {fix['text']}  "})])["outputs"] == ["ok"]
+    ((name, fix),) = taskset.solution(task).calls
+    assert attempt(taskset, task, [(name, {"line": str(fix["line"]), "text": f"      {fix['text']}  "})])[
+        "outputs"
+    ] == ["ok"]
 
 
 def test_repair_failures_are_what_the_instruction_showed(attempt):

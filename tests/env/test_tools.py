@@ -6,15 +6,34 @@ from glm5.env.tasks import ToolError
 from glm5.env.tools import evaluate, final_answer, integer_argument, parse_arguments, text_argument, used_tool
 
 
-@pytest.mark.parametrize(("expression", "value"), [
-    ("1 + 2 * 3", 7), ("(1 + 2)*3", 9), ("7 - 10", -3), ("-4 * 2", -8), ("7 // 2", 3), ("7 % 4", 3), (" 12 ", 12)])
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("1 + 2 * 3", 7), ("(1 + 2)*3", 9), ("7 - 10", -3), ("-4 * 2", -8), ("7 // 2", 3), ("7 % 4", 3), (" 12 ", 12)],
+)
 def test_the_calculator_computes(expression, value):
     assert evaluate(expression) == value
 
 
-@pytest.mark.parametrize("expression", [
-    "", "2 ** 9", "1 / 2", "a + 1", "__import__('os')", "1.5", "'a' * 9", "(" * 90, "9" * 201, "1 //", "True", "9" * 150 + "*" + "9" * 40,
-    "1 << 100", "[1][0]", "\0"])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "2 ** 9",
+        "1 / 2",
+        "a + 1",
+        "__import__('os')",
+        "1.5",
+        "'a' * 9",
+        "(" * 90,
+        "9" * 201,
+        "1 //",
+        "True",
+        "9" * 150 + "*" + "9" * 40,
+        "1 << 100",
+        "[1][0]",
+        "\0",
+    ],
+)
 def test_the_calculator_refuses_everything_else_in_one_line(expression):
     with pytest.raises(ToolError) as caught:
         evaluate(expression)

@@ -16,8 +16,14 @@ from .scripted_model import served
 
 
 async def echo(request):
-    return JSONResponse({"peer": request.client.port, "body": await request.json(), "key": request.headers.get("authorization"),
-                         "query": dict(request.query_params)})
+    return JSONResponse(
+        {
+            "peer": request.client.port,
+            "body": await request.json(),
+            "key": request.headers.get("authorization"),
+            "query": dict(request.query_params),
+        }
+    )
 
 
 async def refuse(request):
@@ -33,13 +39,21 @@ async def chunks(request):
     async def parts():
         for piece in (b'{"a"', b": [1,", b"2]}"):
             yield piece
+
     return StreamingResponse(parts())
 
 
-APP = Starlette(routes=[
-    Route("/echo", echo, methods=["POST"]), Route("/refuse", refuse, methods=["POST"]), Route("/slow", slow),
-    Route("/chunks", chunks), Route("/text", lambda request: PlainTextResponse("hello")), Route("/big", lambda request: JSONResponse("x" * 300_000)),
-    Route("/closing", lambda request: JSONResponse(1, headers={"connection": "close"}))])
+APP = Starlette(
+    routes=[
+        Route("/echo", echo, methods=["POST"]),
+        Route("/refuse", refuse, methods=["POST"]),
+        Route("/slow", slow),
+        Route("/chunks", chunks),
+        Route("/text", lambda request: PlainTextResponse("hello")),
+        Route("/big", lambda request: JSONResponse("x" * 300_000)),
+        Route("/closing", lambda request: JSONResponse(1, headers={"connection": "close"})),
+    ]
+)
 
 
 def with_client(body):
@@ -49,6 +63,7 @@ def with_client(body):
             return await body(http, url)
         finally:
             await http.close()
+
     with served(APP) as url:
         return asyncio.run(run(url))
 

@@ -106,6 +106,14 @@ def test_a_truncated_answer_is_continued_with_the_role_token_that_it_lacks(token
     assert tokenizer.decode(plan.prompt_ids[-len(plan.tail_ids):]).startswith("<|user|>make three")
 
 
+def test_an_answer_that_ended_with_the_other_role_token_starts_a_new_path(tokenizer):
+    session = new_session()
+    _, answer = take_turn(session, tokenizer, [USER], "seven<|observation|>")
+    plan, _ = take_turn(session, tokenizer, [USER, answer, AGAIN], "x<|user|>")
+    assert plan.kind == "rewrite" and plan.parent is session.nodes[0]
+    assert "seven<|user|>make three" in tokenizer.decode(plan.prompt_ids)
+
+
 def test_abandoned_turns_are_not_continued(tokenizer):
     session = new_session()
     _, answer = take_turn(session, tokenizer, [USER], "seven<|user|>")

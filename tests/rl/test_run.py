@@ -44,7 +44,8 @@ def test_a_run_trains_publishes_and_balances_its_books(coin, checkpoint, tmp_pat
     final = run_rl(config, tmp_path / "run", checkpoint)
     before, after = load_model(checkpoint), load_model(final)
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
-    assert torch.equal(before.model.layers[0].self_attn.indexer.wk.weight, after.model.layers[0].self_attn.indexer.wk.weight)
+    frozen = [name for name in before.state_dict() if ".indexer." in name or "correction_bias" in name]
+    assert frozen and all(torch.equal(before.state_dict()[name], after.state_dict()[name]) for name in frozen)
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3]
     assert all(record["k3"] < 0.05 and record["staleness_max"] <= config.tau for record in records)
@@ -72,11 +73,11 @@ def test_a_killed_run_goes_on_and_trains_nothing_twice(coin, checkpoint, tmp_pat
     script.write_text(
         "import sys\nfrom pathlib import Path\nfrom tests.rl.test_run import CONFIG\nimport dataclasses\n"
         "from glm5.rl.trainer import run_rl\n"
-        "run_rl(dataclasses.replace(CONFIG, steps=8), Path(sys.argv[1]), Path(sys.argv[2]))\n")
+        "run_rl(dataclasses.replace(CONFIG, steps=5), Path(sys.argv[1]), Path(sys.argv[2]))\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), os.environ["PYTHONPATH"]])}
     kills = 0
     deadline = time.monotonic() + 240
-    for kill_at in (1, 3, 5, None):
+    for kill_at in (3, None):
         process = subprocess.Popen([sys.executable, str(script), str(run_dir), str(checkpoint)], env=environment)
         while process.poll() is None and time.monotonic() < deadline:
             steps = [record["step"] for record in read_jsonl(run_dir / "metrics.jsonl")]
@@ -88,10 +89,10 @@ def test_a_killed_run_goes_on_and_trains_nothing_twice(coin, checkpoint, tmp_pat
         code = process.wait(10)
         if kill_at is None:
             assert code == 0
-    assert kills == 3
+    assert kills == 1
     ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=2, pad_groups=True)
     assert ledger.check() == []
-    assert ledger.counts().groups["acked"] == 8 * CONFIG.groups_per_batch
+    assert ledger.counts().groups["acked"] == 5 * CONFIG.groups_per_batch
     ledger.close()
     versions = sqlite3.connect(run_dir / "ledger.sqlite").execute("SELECT version FROM versions").fetchall()
     assert versions == sorted(set(versions))

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5.serve.text import Detokenizer, StopText
-from glm5.tokenizer.bpe import Tokenizer, train_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_tokenizer(["plain words, über 日本語 😀 " * 30], 320)
-
+from glm5.tokenizer.bpe import train_tokenizer
 
 TOKENIZER = train_tokenizer(["plain words, über 日本語 😀 " * 30], 320)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40), st.lists(st.integers(1, 4), min_size=1, max_size=60))
 def test_pieces_add_up_and_never_split_a_character(text: str, sizes: list[int]) -> None:
     detokenizer, ids = Detokenizer(TOKENIZER), TOKENIZER.encode(text)
@@ -32,6 +26,7 @@ def test_pieces_add_up_and_never_split_a_character(text: str, sizes: list[int]) 
     assert so_far + detokenizer.finish() == text
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 300), max_size=120))
 def test_garbage_ids_stream_to_what_decode_gives(ids: list[int]) -> None:
     detokenizer = Detokenizer(TOKENIZER)
@@ -39,7 +34,8 @@ def test_garbage_ids_stream_to_what_decode_gives(ids: list[int]) -> None:
     assert "".join(pieces) + detokenizer.finish() == TOKENIZER.decode(ids)
 
 
-def test_endless_invalid_bytes_do_not_pile_up(tokenizer: Tokenizer) -> None:
+def test_endless_invalid_bytes_do_not_pile_up() -> None:
+    tokenizer = TOKENIZER
     continuation = tokenizer.encode("é")[-1]
     lone = next(token for token in range(tokenizer.vocab_size) if tokenizer.decode([token]) == "\ufffd")
     for token in {continuation, lone}:
@@ -50,6 +46,7 @@ def test_endless_invalid_bytes_do_not_pile_up(tokenizer: Tokenizer) -> None:
             assert len(text) > 450
 
 
+@settings(deadline=None)
 @given(st.text("abS", max_size=30), st.lists(st.text("abS", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
 def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], size: int) -> None:
     stop_text = StopText(stops)

@@ -13,6 +13,9 @@ import numpy as np
 from glm5.errors import EngineError
 from glm5.records import FinishReason, SamplingParams
 
+_TEMPERATURES = (1e-4, 1e4)
+"""Beyond these, scaled logits overflow in single precision or carry no information."""
+
 
 class InvalidRequestError(EngineError):
     """The request itself is wrong; repeating it cannot help."""
@@ -115,11 +118,12 @@ def check_prompt(ids: list[int] | np.ndarray, vocab_size: int, max_context: int)
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raises InvalidRequestError when a sampling parameter is out of range."""
-    finite = params.temperature == params.temperature and params.temperature not in (float("inf"), float("-inf"))
+    low, high = _TEMPERATURES
+    has_temperature = params.temperature == 0 or low <= params.temperature <= high
     rules = (
-        (finite and params.temperature >= 0, "temperature", params.temperature, "a finite number >= 0"),
+        (has_temperature, "temperature", params.temperature, f"0 (greedy) or {low} to {high}"),
         (0 < params.top_p <= 1, "top_p", params.top_p, "0 < top_p <= 1"),
-        (params.top_k == -1 or params.top_k >= 1, "top_k", params.top_k, "-1 (all) or at least 1"),
+        (params.top_k == -1 or 1 <= params.top_k < 2**31, "top_k", params.top_k, "-1 (all) or 1 to 2147483647"),
         (params.max_new_tokens >= 0, "max_new_tokens", params.max_new_tokens, "0 or more"),
     )
     for holds, name, value, expected in rules:

@@ -124,10 +124,6 @@ class Scheduler:
             self._waiting.remove(sequence)
         return True
 
-    def everything(self) -> list[Sequence]:
-        """All unfinished sequences, oldest states first."""
-        return [*self.decoding, *self._prefilling, *self._waiting]
-
     def _admit(self) -> list[SlotCopy]:
         copies: list[SlotCopy] = []
         held: list[Sequence] = []

@@ -191,11 +191,14 @@ class Trainer:
                 self.state, step=self.state.step + 1, tokens=self.state.tokens + result.tokens,
                 skipped=self.state.skipped + (not result.finite), batch_ids=(str(batch.batch_id),),
                 elapsed_s=self._elapsed_before + time.monotonic() - self._started)
+            shared_started = time.monotonic()
             self._share(stack, pusher)
+            publish_s = time.monotonic() - shared_started
             if self.state.step % self.config.checkpoint_every == 0 or self._is_finished():
                 path = self._checkpoint()
-            self._report(stack, batch, result, train_s=train_s, wait_s=train_started - step_started,
-                         step_s=time.monotonic() - step_started)
+            self._report(stack, batch, result, {
+                "train_s": train_s, "wait_s": train_started - step_started, "publish_s": publish_s,
+                "step_s": time.monotonic() - step_started})
             bar.advance(self.state.step, self.state.tokens - tokens_before, self._note(batch))
         if path is None or int(path.name) != self.state.step:  # a time limit can end the loop between checkpoints
             path = self._checkpoint()
@@ -224,13 +227,14 @@ class Trainer:
             time.sleep(POLL_S)
 
     def _stalled(self, stack: RolloutStack) -> ServiceError:
+        counts = self._ledger.counts()
         dump = {"step": self.state.step, "services": stack.state(), "engine": stack.engine_stats(),
-                "ledger": dataclasses.asdict(self._ledger.counts()), "violations": self._ledger.check(),
-                "progress": dataclasses.asdict(self._ledger.progress())}
+                "orchestrator": stack.orchestrator_stats(), "ledger": dataclasses.asdict(counts),
+                "violations": self._ledger.check(), "progress": dataclasses.asdict(self._ledger.progress())}
         path = self.run_dir / "stall.json"
         write_atomic(path, json.dumps(dump, indent=1) + "\n")
         return ServiceError(f"no trainable batch for {self.config.stall_minutes:g} minutes at step {self.state.step}: "
-                            f"dropped groups {dump['ledger']['dropped_groups']}; read {path} and the logs beside it")
+                            f"groups {counts.groups}, dropped {counts.dropped_groups}; read {path} and the logs beside it")
 
     def _publish(self) -> WeightVersion:
         """Give the current weights a new version, on disk and in the ledger."""
@@ -263,8 +267,7 @@ class Trainer:
         prune_checkpoints(self.run_dir, self.config.keep_checkpoints)
         return path
 
-    def _report(self, stack: RolloutStack, batch: LeasedBatch, result: StepResult, *, train_s: float, wait_s: float,
-                step_s: float) -> None:
+    def _report(self, stack: RolloutStack, batch: LeasedBatch, result: StepResult, seconds: dict[str, float]) -> None:
         rewards, self._mark = self._ledger.rewards_since(self._mark)
         everything = [reward for values in rewards.values() for reward in values]
         means = {f"reward.{name}": sum(values) / len(values) for name, values in sorted(rewards.items())}
@@ -274,7 +277,7 @@ class Trainer:
         self._log.metrics(
             step=self.state.step, **means, **result.metrics, samples=len(batch.samples), episodes=batch.episodes,
             finished_episodes=len(everything), staleness_mean=sum(ages) / len(ages), staleness_max=max(ages),
-            tokens=result.tokens, tokens_per_s=result.tokens / train_s, train_s=train_s, wait_s=wait_s, step_s=step_s,
+            tokens=result.tokens, tokens_per_s=result.tokens / seconds["train_s"], **seconds,
             policy_version=self.state.policy_version, update_applied=result.finite, elapsed_s=self.state.elapsed_s,
             **self._engine_metrics(stack))
         if not result.finite:

@@ -37,7 +37,7 @@ _KILLED = 137
 class Owner(Protocol):
     """What a sandbox needs of its pool."""
 
-    def request_fork(self, letter: bytes, descriptor: int | None = None) -> socket.socket:
+    def request_fork(self, letter: bytes, *descriptors: int) -> socket.socket:
         """A connection to a new fork of the fork server."""
         ...
 
@@ -198,10 +198,11 @@ class _OutputReader:
         return ExecResult(exit_code=code, output=output, timed_out=timed_out, truncated=truncated)
 
 
-async def read_start(connection: socket.socket, limits: Limits, isolated: bool) -> int:
+async def read_start(connection: socket.socket, info: int, limits: Limits, isolated: bool) -> int:
     """Give a new shell its limits; id of the sandbox's first process, once the shell answers.
 
-    It answers only inside a finished sandbox. Raises SandboxError with the last line of what was said instead.
+    It answers only inside a finished sandbox; the id is then in the memory file ``info``. Raises SandboxError with the
+    last line of what was said instead.
     """
     processes = f"ulimit -p {limits.processes} 2>/dev/null || ulimit -u {limits.processes}\n" if isolated else ""
     loop = asyncio.get_running_loop()
@@ -209,7 +210,7 @@ async def read_start(connection: socket.socket, limits: Limits, isolated: bool) 
     try:
         async with asyncio.timeout(_START_S):
             await loop.sock_sendall(connection, f"ulimit -t {limits.cpu_s}\n{processes}echo ready\n".encode())
-            while not (b"ready\n" in heard and (found := _FIRST_PROCESS.search(heard))):
+            while not heard.endswith(b"ready\n"):
                 try:
                     piece = await loop.sock_recv(connection, 4096)
                 except ConnectionResetError:  # told once when bwrap ended without reading; its message follows
@@ -218,6 +219,8 @@ async def read_start(connection: socket.socket, limits: Limits, isolated: bool) 
                     lines = heard.decode(errors="replace").strip().splitlines()
                     raise SandboxError(lines[-1] if lines else "the shell of a sandbox ended without a message")
                 heard += piece
+            while not (found := _FIRST_PROCESS.search(os.pread(info, 4096, 0))):
+                await asyncio.sleep(0.001)
     except TimeoutError:
         raise SandboxError(f"a new sandbox was not ready after {_START_S:.0f} s") from None
     except BrokenPipeError:

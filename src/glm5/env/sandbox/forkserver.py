@@ -8,11 +8,13 @@ Invariants:
 - programs are read by the fork, never by the server, so no episode's text is in the memory that later forks inherit;
 - the server is not dumpable: nothing inside a sandbox can trace a fork between entering and dropping its rights;
 - a fork gives up everything before it runs a program: namespaces, capabilities, new privileges, descriptors, limits;
-- the server exits when its socket closes or its parent dies, and every sandbox dies with it.
+- the server exits when its socket closes, as it does when the service dies, and every sandbox dies with it; but not
+  while one is starting: bubblewrap killed between its two processes would leave the second waiting for ever.
 
 Wire: datagrams on the socket ``argv[1]``, one letter and its descriptors.
-``S`` (connection, directory): start the shell of a sandbox with the connection as its standard streams; without
-isolation in that directory. ``E`` (connection, process descriptor of the sandbox): run a Python program in it; ``D``
+``S`` (connection, info, directory): start the shell of a sandbox with the connection as its standard streams, without
+isolation in that directory; the JSON with the id of its first process is written to the memory file ``info``, because a
+write that can fail would end bubblewrap between its two processes. ``E`` (connection, process descriptor of the sandbox): run a Python program in it; ``D``
 (connection, directory): run it in that directory without isolation. The connection of ``E`` and ``D`` carries
 ``<mark> <length of the program in bytes>\\n<program>`` in; out come what the program writes and, at its end,
 ``\\n<mark> <exit code>\\n``, or ``\\n<mark> error <reason>\\n`` when it could not be run.
@@ -27,6 +29,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 ALL_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
@@ -38,15 +41,11 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 def main() -> None:
     """Serve requests until the socket closes. ``argv[2]`` is the JSON settings of the pool."""
     settings = json.loads(sys.argv[2])
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != settings["parent"]:
-        sys.exit(1)
     os.setsid()  # a terminal's Ctrl-C is for the service, which then closes every sandbox in order
     if settings["user"] is not None:
         os.setgroups([])
         os.setresgid(settings["user"], settings["user"], settings["user"])
         os.setresuid(settings["user"], settings["user"], settings["user"])
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user cleared it
     LIBC.prctl(PR_SET_DUMPABLE, 0)
     for name, value in settings["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
@@ -55,15 +54,25 @@ def main() -> None:
     server.set_inheritable(False)
     warm_up()
     while True:
-        letter, descriptors, _, _ = socket.recv_fds(server, 16, 2)
+        letter, descriptors, _, _ = socket.recv_fds(server, 16, 3)
         if not letter:
-            return
+            return wait_for_children()
         try:
             serve_request(settings, server, letter, descriptors)
         except OSError as error:  # no process to be had, or the service gave up: this request's connection just closes
             print(f"fork server: {error}", file=sys.stderr, flush=True)
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def wait_for_children() -> None:
+    """Let sandboxes that are starting or ending do so, for a second at most."""
+    for _ in range(100):
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.01)
+        except ChildProcessError:
+            return
 
 
 def serve_request(settings: dict, server: socket.socket, letter: bytes, descriptors: list) -> None:
@@ -88,12 +97,14 @@ def warm_up() -> None:
     gc.disable()
 
 
-def start_shell(settings: dict, connection: int, directory: int = -1) -> None:
+def start_shell(settings: dict, connection: int, info: int, directory: int = -1) -> None:
     """Start the process tree of one sandbox. The connection closes when it cannot be started, or ends."""
-    streams = [(os.POSIX_SPAWN_DUP2, connection, stream) for stream in (0, 1, 2, settings["info"])]
-    command = settings["shell"]
+    streams = [(os.POSIX_SPAWN_DUP2, connection, stream) for stream in (0, 1, 2)]
     if directory >= 0:
         os.fchdir(directory)
+    else:
+        streams.append((os.POSIX_SPAWN_DUP2, info, settings["info"]))
+    command = settings["shell"]
     try:
         process = os.posix_spawn(command[0], command, settings["environment"], file_actions=streams, setsid=True,
                                  setsigdef=[signal.SIGCHLD, signal.SIGPIPE])
@@ -101,7 +112,7 @@ def start_shell(settings: dict, connection: int, directory: int = -1) -> None:
         os.write(connection, f"{command[0]}: {error.strerror}\n".encode())
         return
     if directory >= 0:  # bubblewrap says it itself
-        os.write(connection, b'{"child-pid": %d}\n' % process)
+        os.write(info, b'{"child-pid": %d}\n' % process)
 
 
 def serve_program(settings: dict, server: socket.socket, letter: bytes, connection: int, target: int) -> None:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class SandboxPool:
         self._ready: deque[Box] = deque()
         self._refill: asyncio.Task[None] | None = None
         self._open: set[Box] = set()
+        self._is_closing = False
         self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._file_thread = file_thread(_unprivileged_user())
@@ -87,8 +89,8 @@ class SandboxPool:
 
     async def close(self) -> None:
         """Kill every sandbox and the fork server. May be called twice."""
+        self._is_closing = True
         if self._refill is not None:
-            self._refill.cancel()
             await asyncio.gather(self._refill, return_exceptions=True)
         for box in [*self._open, *self._ready]:
             await box.close()
@@ -99,7 +101,7 @@ class SandboxPool:
             self._socket = None
         if self._server is not None:
             try:
-                await asyncio.to_thread(self._server.wait, 2)
+                await asyncio.to_thread(self._server.wait, 5)
             except subprocess.TimeoutExpired:
                 self._server.kill()
                 self._server.wait()
@@ -109,15 +111,14 @@ class SandboxPool:
         """A sandbox that ``acquire`` gave was closed."""
         self._open.discard(box)
 
-    def request_fork(self, letter: bytes, descriptor: int | None = None) -> socket.socket:
+    def request_fork(self, letter: bytes, *descriptors: int) -> socket.socket:
         """Ask the fork server; returns our end of the new connection, non-blocking. See ``forkserver`` for letters."""
         if self._socket is None:
             raise SandboxError("the sandbox pool is closed; call start first")
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                others = [] if descriptor is None else [descriptor]
-                socket.send_fds(self._socket, [letter], [theirs.fileno(), *others])
+                socket.send_fds(self._socket, [letter], [theirs.fileno(), *descriptors])
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"the fork server is gone ({error.strerror}); restart the service") from None
@@ -125,29 +126,37 @@ class SandboxPool:
         return ours
 
     async def _fill(self) -> None:
-        while len(self._ready) < self._ready_size:
+        while len(self._ready) < self._ready_size and not self._is_closing:
             self._ready.append(await self._create())
 
     async def _create(self) -> Box:
-        directory = path = None
-        if self.backend == "none":
-            path = tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-")
-            if (user := _unprivileged_user()) is not None:
-                os.chown(path, user, user)
-            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        connection = self.request_fork(b"S", directory)
-        try:
-            process = await read_start(connection, self.limits, isolated=self.backend == "bwrap")
-            pidfd = os.pidfd_open(process)
-            if directory is None:
-                directory = os.open(f"/proc/{process}/root{_WORK}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            connection.close()
-            raise SandboxError(f"a new sandbox cannot be reached ({error.strerror})") from None
-        except BaseException:
-            connection.close()
-            raise
-        return Box(self, self.limits, self._file_thread, connection, pidfd, directory, path)
+        """A new sandbox; what was opened for it is closed again when it cannot be had."""
+        with ExitStack() as opened:
+            info = os.memfd_create("info")
+            with os.fdopen(info, "rb"):
+                directory, path = self._make_directory(opened) if self.backend == "none" else (None, None)
+                connection = self.request_fork(b"S", info, *([] if directory is None else [directory]))
+                opened.callback(connection.close)
+                process = await read_start(connection, info, self.limits, isolated=directory is None)
+            try:
+                pidfd = os.pidfd_open(process)
+                opened.callback(os.close, pidfd)
+                if directory is None:
+                    directory = os.open(f"/proc/{process}/root{_WORK}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError as error:
+                raise SandboxError(f"a new sandbox cannot be reached ({error.strerror})") from None
+            opened.pop_all()
+            return Box(self, self.limits, self._file_thread, connection, pidfd, directory, path)
+
+    def _make_directory(self, opened: ExitStack) -> tuple[int, str]:
+        """(descriptor, path) of a temporary work directory that belongs to the sandbox's user."""
+        path = tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-")
+        opened.callback(shutil.rmtree, path, ignore_errors=True)
+        if (user := _unprivileged_user()) is not None:
+            os.chown(path, user, user)
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.callback(os.close, directory)
+        return directory, path
 
     async def _prove_isolation(self) -> None:
         try:
@@ -168,14 +177,14 @@ def _settings(backend: str, limits: Limits, library: str) -> dict[str, Any]:
     """What the fork server must know. ``library``: standard library of its interpreter."""
     user = _unprivileged_user()
     settings = {
-        "parent": os.getpid(), "user": user,
+        "user": user,
         "limits": {"RLIMIT_AS": limits.memory_bytes, "RLIMIT_FSIZE": limits.file_bytes,
                    "RLIMIT_NOFILE": limits.open_files, "RLIMIT_CORE": 0},
         "program_limits": {"RLIMIT_CPU": limits.cpu_s},
         "environment": {"PATH": "/usr/bin:/bin", "TMPDIR": "/tmp", "LANG": "C.UTF-8"},
     }
     if backend == "none":
-        return {**settings, "shell": ["/bin/sh"], "info": 2, "work": ".",
+        return {**settings, "shell": ["/bin/sh"], "work": ".",
                 "python_path": [library, f"{library}/lib-dynload"]}
     command, library = _bwrap_command(limits, library, os.geteuid() if user is None else user)
     # Without a user namespace of its own, this limit would count the user's other processes.

@@ -41,7 +41,7 @@ class RolloutStack:
         self._log = RunLog(run_dir)
         self._supervisor = Supervisor(run_dir, self._log.event)
         self._http = httpx.Client(timeout=30, trust_env=False)
-        self.engine_url = self.gateway_url = ""
+        self.engine_url = self.gateway_url = self.orchestrator_url = ""
         self.service_urls: dict[str, str] = {}
 
     def __enter__(self) -> RolloutStack:
@@ -52,7 +52,8 @@ class RolloutStack:
             register: list[str] = []
             if self._orchestrate:
                 write_atomic(self.run_dir / "config.json", json.dumps(dataclasses.asdict(self.config), indent=1) + "\n")
-                register = ["--register", self._add_orchestrator()]
+                self.orchestrator_url = self._add_orchestrator()
+                register = ["--register", self.orchestrator_url]
             for taskset in self.config.tasksets:
                 arguments = ["env", "serve", taskset, "--sandbox", self.config.sandbox, *register,
                              "--capacity", str(self.config.concurrency)]
@@ -86,16 +87,23 @@ class RolloutStack:
 
     def engine_stats(self) -> dict[str, Any]:
         """``GET /stats`` of the engine; empty while it does not answer."""
+        return self._stats(self.engine_url)
+
+    def orchestrator_stats(self) -> dict[str, Any]:
+        """``GET /stats`` of the orchestrator; empty while it does not answer."""
+        return self._stats(self.orchestrator_url)
+
+    def _stats(self, url: str) -> dict[str, Any]:
         try:
-            answer = self._http.get(f"{self.engine_url}/stats", timeout=2)
+            answer = self._http.get(f"{url}/stats", timeout=2)
             stats: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
             return stats
         except httpx.HTTPError:
             return {}
 
-    def evaluate(self, tasksets: Sequence[str] | None = None, *, split: str = "heldout", count: int | None = None,
-                 temperature: float | None = None, label: str = "evaluation") -> list[Episode]:
-        """One episode for each of the first ``count`` tasks of a split of every taskset.
+    def evaluate(self, tasksets: Sequence[str] | None = None, *, split: str = "heldout", offset: int = 0,
+                 count: int | None = None, temperature: float | None = None, label: str = "evaluation") -> list[Episode]:
+        """One episode for each of ``count`` tasks, from ``offset`` on, of a split of every taskset.
 
         Infrastructure failures are run again, as in training. Raises TaskError when a task service does not list its
         tasks, ServiceError when a service cannot be kept alive.
@@ -104,10 +112,10 @@ class RolloutStack:
         count = self.config.evaluation_count if count is None else count
         temperature = self.config.evaluation_temperature if temperature is None else temperature
         with progress_bar(label, count * len(names), "episodes") as bar:
-            return asyncio.run(self._evaluate(names, split, count, temperature, label, bar))
+            return asyncio.run(self._evaluate(names, split, offset, count, temperature, label, bar))
 
-    async def _evaluate(self, names: list[str], split: str, count: int, temperature: float, label: str,
-                        bar: ProgressBar) -> list[Episode]:
+    async def _evaluate(self, names: list[str], split: str, offset: int, count: int, temperature: float,
+                        label: str, bar: ProgressBar) -> list[Episode]:
         tending = asyncio.create_task(self._tend_for_ever())
         slots = asyncio.Semaphore(self.config.concurrency)
         done = 0
@@ -128,7 +136,7 @@ class RolloutStack:
 
             try:
                 tasks = [(name, task_id, index) for name in names for index, task_id in enumerate(
-                    await runner.list_tasks(self.service_urls[name], name, split, 0, count))]
+                    await runner.list_tasks(self.service_urls[name], name, split, offset, count))]
                 if not tasks:
                     raise TaskError(f"{', '.join(names)}: the task services list no {split} tasks")
                 running = [asyncio.create_task(one(*task)) for task in tasks]
