@@ -388,7 +388,7 @@ def test_broken_isolation_is_refused_in_one_line(monkeypatch, tmp_path):
 
 def test_a_bwrap_that_isolates_nothing_is_refused(monkeypatch, tmp_path):
     fake = tmp_path / "bwrap"
-    fake.write_text('#!/bin/sh\necho "{\\"child-pid\\": $$}"\nmkdir -p /tmp/glm5-test-none\nexec /bin/sh\n')
+    fake.write_text("#!/bin/sh\necho '{\"child-pid\": '$$'}' >&3\nexec /bin/sh\n")
     fake.chmod(0o755)
     for parent in list(tmp_path.parents)[:3]:
         if parent.owner() == tmp_path.owner() and parent != Path("/tmp"):

@@ -336,7 +336,8 @@ def test_a_service_process_runs_episodes_registers_again_and_stops_clean(tmp_pat
     )
     program = (
         "import sys\nfrom pathlib import Path\nimport glm5.env.service as service\nservice._HEARTBEAT_S = 0.1\n"
-        "service.run_service(['calculator', 'shell'], port=0, ready_file=Path(sys.argv[1]), register_url=sys.argv[2], capacity=5)"
+        "service.run_service(['calculator', 'shell'], port=0, ready_file=Path(sys.argv[1]), capacity=5,\n"
+        "                    register_url=sys.argv[2])"
     )
     with served(app) as url:
         ready = tmp_path / "ready.json"

@@ -58,7 +58,7 @@ def test_a_run_trains_publishes_and_balances_its_books(coin, checkpoint, tmp_pat
 @pytest.mark.slow
 def test_an_evaluation_gives_one_measured_episode_per_task(coin, checkpoint, tmp_path):
     with RolloutStack(CONFIG, checkpoint, tmp_path / "run") as stack:
-        episodes = stack.evaluate(count=5, temperature=1.0)
+        episodes = stack.evaluate(count=5, temperature=1.0, label="five coins")
         assert stack.engine_stats()["generated_tokens"] > 0
         stack.update_weights(checkpoint, 7)
         assert stack.engine_stats()["weight_version"] == 7

@@ -1,34 +1,126 @@
 """One function per operation: picks the fastest form for the device, type and size at hand.
 
-The contract of every operation is its docstring in ``reference``.
+The contract of every operation is its docstring in ``reference``. On a CPU in fp32 (and over bf16 caches) the native
+form runs, up to the sizes where PyTorch's own kernels overtake it; everything else runs ``fused`` or ``reference``. The
+crossovers were measured with ``benchmarks/bench_kernels.py``. A missing native library is a ``KernelError``, not a
+slower form.
 """
 
 from __future__ import annotations
 
-from glm5.kernels.reference import (
-    apply_rope,
-    attention_targets,
-    experts,
-    index_scores,
-    indexer_kl,
-    masked_attention,
-    ragged_attention,
-    ragged_dsa,
-    ragged_select,
-    rms_norm,
-    select_topk,
-)
+import torch
+from torch import Tensor
 
-__all__ = [
-    "apply_rope",
-    "attention_targets",
-    "experts",
-    "index_scores",
-    "indexer_kl",
-    "masked_attention",
-    "ragged_attention",
-    "ragged_dsa",
-    "ragged_select",
-    "rms_norm",
-    "select_topk",
-]
+from glm5.kernels import fused, reference
+from glm5.kernels.cpu import inference, training
+
+_EXPERT_ELEMENTS = 512 * 256
+"""Hidden x expert hidden size up to which the native experts win: above, a blocked GEMM reuses the caches better."""
+
+_HEAD_ELEMENTS = 1024 * 192
+"""Keys x key dim up to which native dense attention wins; sparse masks win at any size."""
+
+_SPARSE_SHARE = 8
+"""A mask counts as sparse when at most one pair in this many is set."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``reference.rms_norm``."""
+    if not (_native(x) and _native(weight)):
+        return reference.rms_norm(x, weight, eps)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return training.RmsNorm.apply(x, weight, eps)
+    return inference.rms_norm(x, weight, eps)
+
+
+def apply_rope(x_BTHR: Tensor, cos_BTR2: Tensor, sin_BTR2: Tensor, interleaved: bool = True) -> Tensor:
+    """See ``reference.apply_rope``."""
+    if not (_native(x_BTHR) and _native(cos_BTR2)):
+        return reference.apply_rope(x_BTHR, cos_BTR2, sin_BTR2, interleaved)
+    if torch.is_grad_enabled() and x_BTHR.requires_grad:
+        return training.Rope.apply(x_BTHR, cos_BTR2, sin_BTR2, interleaved)
+    return inference.apply_rope(x_BTHR, cos_BTR2, sin_BTR2, interleaved)
+
+
+def index_scores(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, valid_BTS: Tensor | None = None) -> Tensor:
+    """See ``reference.index_scores``. Pass ``valid``: pairs outside it are skipped."""
+    if not (_native(q_BTJX) and _native(k_BSX) and _native(w_BTJ)):
+        return reference.index_scores(q_BTJX, k_BSX, w_BTJ, scale, valid_BTS)
+    if valid_BTS is None:
+        valid_BTS = torch.ones((), dtype=torch.bool)
+    return training.IndexScores.apply(q_BTJX, k_BSX, w_BTJ, scale, valid_BTS.expand(*q_BTJX.shape[:2], k_BSX.shape[1]))
+
+
+def select_topk(scores_BTS: Tensor, valid_BTS: Tensor, k: int) -> Tensor:
+    """See ``reference.select_topk``."""
+    if k <= 0 or k >= scores_BTS.shape[-1] or not _native(scores_BTS):
+        return reference.select_topk(scores_BTS, valid_BTS, k)
+    return training.select_topk(scores_BTS, valid_BTS, k)
+
+
+def masked_attention(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, mask_BTS: Tensor, scale: float) -> Tensor:
+    """See ``reference.masked_attention``."""
+    if _native(q_BTHK) and _native(k_BSHK) and _native(v_BSHV):
+        small = k_BSHK.shape[1] * k_BSHK.shape[3] <= _HEAD_ELEMENTS
+        if small or int(mask_BTS.sum()) * _SPARSE_SHARE <= mask_BTS.numel():
+            return training.MaskedAttention.apply(q_BTHK, k_BSHK, v_BSHV, mask_BTS, scale)
+    return fused.masked_attention(q_BTHK, k_BSHK, v_BSHV, mask_BTS, scale)
+
+
+def attention_targets(q_BTHK: Tensor, k_BSHK: Tensor, mask_BTS: Tensor, scale: float) -> Tensor:
+    """See ``reference.attention_targets``."""
+    if not (_native(q_BTHK) and _native(k_BSHK)):
+        return reference.attention_targets(q_BTHK, k_BSHK, mask_BTS, scale)
+    return training.attention_targets(q_BTHK, k_BSHK, mask_BTS, scale)
+
+
+def indexer_kl(scores_BTS: Tensor, target_BTS: Tensor, mask_BTS: Tensor) -> Tensor:
+    """See ``reference.indexer_kl``."""
+    if not (_native(scores_BTS) and _native(target_BTS)):
+        return reference.indexer_kl(scores_BTS, target_BTS, mask_BTS)
+    return training.IndexerKl.apply(scores_BTS, target_BTS, mask_BTS)
+
+
+def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor) -> Tensor:
+    """See ``reference.experts``."""
+    arguments = (x_MD, expert_ids_MA, weights_MA, gate_up_EGD, down_EDF)
+    native = _native(x_MD) and _native(weights_MA) and _native(gate_up_EGD) and _native(down_EDF)
+    if native and down_EDF.shape[1] * down_EDF.shape[2] <= _EXPERT_ELEMENTS:
+        if torch.is_grad_enabled() and (x_MD.requires_grad or weights_MA.requires_grad or gate_up_EGD.requires_grad
+                                        or down_EDF.requires_grad):
+            return training.Experts.apply(*arguments)
+        return inference.experts(*arguments)
+    aligned = down_EDF.shape[1] % fused.GROUPED_ALIGNMENT == 0 and down_EDF.shape[2] % fused.GROUPED_ALIGNMENT == 0
+    return fused.experts(*arguments) if aligned and x_MD.numel() else reference.experts(*arguments)
+
+
+def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M: Tensor, lengths_M: Tensor,
+                  index_topk: int) -> Tensor | None:
+    """See ``reference.ragged_select``."""
+    if not _native_cache(index_keys_PSX):
+        return reference.ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk)
+    return inference.ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk)
+
+
+def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths_M: Tensor, positions_MK: Tensor | None,
+                     scale: float, kv_lora_rank: int) -> Tensor:
+    """See ``reference.ragged_attention``."""
+    if not _native_cache(latent_PSK):
+        return reference.ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank)
+    return inference.ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank)
+
+
+def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor, index_keys_PSX: Tensor,
+               slots_M: Tensor, lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int) -> Tensor:
+    """See ``reference.ragged_dsa``."""
+    arguments = (q_MHK, iq_MJX, iw_MJ, latent_PSK, index_keys_PSX, slots_M, lengths_M, index_topk, scale, kv_lora_rank)
+    native = _native_cache(latent_PSK) and latent_PSK.dtype == index_keys_PSX.dtype
+    return inference.ragged_dsa(*arguments) if native else reference.ragged_dsa(*arguments)
+
+
+def _native(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype is torch.float32
+
+
+def _native_cache(cache: Tensor) -> bool:
+    return cache.is_cpu and (cache.dtype is torch.float32 or cache.dtype is torch.bfloat16) and cache.is_contiguous()

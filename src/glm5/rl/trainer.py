@@ -234,7 +234,8 @@ class Trainer:
         path = self.run_dir / "stall.json"
         write_atomic(path, json.dumps(dump, indent=1) + "\n")
         return ServiceError(f"no trainable batch for {self.config.stall_minutes:g} minutes at step {self.state.step}: "
-                            f"groups {counts.groups}, dropped {counts.dropped_groups}; read {path} and the logs beside it")
+                            f"groups {counts.groups}, dropped {counts.dropped_groups}; read {path} and the logs "
+                            "beside it")
 
     def _publish(self) -> WeightVersion:
         """Give the current weights a new version, on disk and in the ledger."""

@@ -13,11 +13,12 @@ Invariants:
 
 Wire: datagrams on the socket ``argv[1]``, one letter and its descriptors.
 ``S`` (connection, info, directory): start the shell of a sandbox with the connection as its standard streams, without
-isolation in that directory; the JSON with the id of its first process is written to the memory file ``info``, because a
-write that can fail would end bubblewrap between its two processes. ``E`` (connection, process descriptor of the sandbox): run a Python program in it; ``D``
-(connection, directory): run it in that directory without isolation. The connection of ``E`` and ``D`` carries
-``<mark> <length of the program in bytes>\\n<program>`` in; out come what the program writes and, at its end,
-``\\n<mark> <exit code>\\n``, or ``\\n<mark> error <reason>\\n`` when it could not be run.
+isolation in that directory. JSON with the id of its first process goes to the memory file ``info``: a write that can
+fail would end bubblewrap between its two processes.
+``E`` (connection, process descriptor of a sandbox): run a Python program in it. ``D`` (connection, directory): run it
+in that directory without isolation. In comes the line ``<mark> <length of the program in bytes>`` and the program; out
+comes what the program writes and, at its end, a line ``<mark> <exit code>``, or ``<mark> error <reason>`` when it could
+not be run.
 """
 
 import ctypes

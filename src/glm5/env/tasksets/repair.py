@@ -242,7 +242,7 @@ def _make(rng: random.Random, template: _Template) -> _Instance:
     name, text = distinct_words(rng, 2)
     low, high = {_text: (2, 4), _small: (2, 9)}.get(template.inputs, (3, 60))
     k = rng.randint(low, high)
-    m = rng.choice([number for number in range(2, 2 * high) if number != k])
+    m = rng.choice([number for number in range(2, max(high, 9) + 1) if number != k])
     return _Instance(template, rng.choice(template.bugs), {"f": name, "w": text, "k": k, "m": m})
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,11 +103,12 @@ class RolloutStack:
             return {}
 
     def evaluate(self, tasksets: Sequence[str] | None = None, *, split: str = "heldout", offset: int = 0,
-                 count: int | None = None, temperature: float | None = None, label: str = "evaluation") -> list[Episode]:
+                 count: int | None = None, temperature: float | None = None,
+                 label: str = "evaluation") -> list[Episode]:
         """One episode for each of ``count`` tasks, from ``offset`` on, of a split of every taskset.
 
-        Infrastructure failures are run again, as in training. Raises TaskError when a task service does not list its
-        tasks, ServiceError when a service cannot be kept alive.
+        Infrastructure failures are run again, as in training. ``label`` names the progress bar and the sessions. Raises
+        TaskError when there are no such tasks, ServiceError when a service cannot be kept alive.
         """
         names = list(tasksets or self.config.tasksets)
         count = self.config.evaluation_count if count is None else count
@@ -119,7 +121,8 @@ class RolloutStack:
         tending = asyncio.create_task(self._tend_for_ever())
         slots = asyncio.Semaphore(self.config.concurrency)
         done = 0
-        unique = f"{time.time_ns():x}"  # the gateway knows the sessions of earlier evaluations
+        # part of URLs; unique, because the gateway knows the sessions of earlier evaluations
+        session_prefix = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{label}-{time.time_ns():x}")
         async with EpisodeRunner(self.config, self.gateway_url, temperature) as runner:
             async def one(taskset: str, task_id: str, index: int) -> Episode:
                 nonlocal done
@@ -127,7 +130,7 @@ class RolloutStack:
                     async with slots:
                         return await runner.attempt(
                             self.service_urls[taskset], taskset=taskset, task_id=task_id, group_id=label,
-                            episode_id=f"{label}-{unique}-{taskset}-{index}a{number}")
+                            episode_id=f"{session_prefix}-{taskset}-{index}a{number}")
 
                 last = (await runner.until_measured(attempt))[-1]
                 done += 1

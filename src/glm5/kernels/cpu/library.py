@@ -1,0 +1,72 @@
+"""Loads the native library and declares its C functions.
+
+The only place that knows C signatures. Every function returns an int whose meaning its C++ comment gives; pointers are
+addresses of contiguous memory (or with strides where the C++ comment says so), sizes and strides count elements.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from glm5.errors import KernelError
+from glm5.kernels.cpu.build import library_path, source_digest
+
+_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
+_PROBLEM = "p nnn p nnn p nnn p nn nnnnnn f"
+_SIGNATURES = {  # p pointer, n int64, f float, i int (a flag or the thread count)
+    "rms_norm": "p n p f nn pp i",
+    "rms_norm_backward": "p n p p p nn pp i",
+    "rope": "p nnnn pp n nnn p i",
+    "rope_backward": "p pp n nnn nn p i",
+    "experts": "p n pp pp nnnnn pp i",
+    "experts_backward": "p n pp pp pp nnnnn pppp i",
+    "index_scores": "ppp p nn nnnnn f p i",
+    "index_scores_backward": "ppp p nn nnnnn f p ppp i",
+    "select_topk": "p p nn nnn n p i",
+    "indexer_kl": "pp p nn nnn pp p i",
+    "masked_attention": _PROBLEM + "pp i",
+    "masked_attention_backward": _PROBLEM + "ppp ppp i",
+    "attention_targets": _PROBLEM + "p i",
+    "ragged_select": "i pp n p nnn pp n n p i",
+    "ragged_attention": "i p n p nnn n pp n p n f p i",
+    "ragged_dsa": "i p n pp n p nnn n p n pp n n f p i",
+}
+
+NativeFunctions = Mapping[str, Callable[..., int]]
+
+
+@functools.cache
+def native(instruction_set: str = "") -> NativeFunctions:
+    """The C functions by name, for one instruction set or, by default, the best that this machine has.
+
+    Raises KernelError when the library is missing, out of date or lacks the instruction set.
+    """
+    path = library_path()
+    if not path.exists():
+        raise KernelError(f"native kernels: {path} is missing; run 'make setup' (or 'pip install .') to compile them")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelError(f"native kernels: {path} does not load ({error}); run 'make setup' to compile it") from None
+    if _text(library, "glm5_sources") != source_digest():
+        raise KernelError(f"native kernels: {path} was compiled from other sources; run 'python -m glm5.kernels.cpu'")
+    chosen = instruction_set or _text(library, "glm5_best_isa")
+    functions = {}
+    for name, signature in _SIGNATURES.items():
+        try:
+            function = library[f"glm5_{name}_{chosen}"]
+        except AttributeError:
+            raise KernelError(f"native kernels: {path} has no {chosen} form of {name}; run 'make setup'") from None
+        function.argtypes = [_TYPES[letter] for letter in signature.replace(" ", "")]
+        function.restype = ctypes.c_int
+        functions[name] = function
+    return MappingProxyType(functions)
+
+
+def _text(library: ctypes.CDLL, name: str) -> str:
+    function = library[name]
+    function.restype = ctypes.c_char_p
+    return function().decode()

@@ -1,0 +1,120 @@
+// Exact top-k of one row of scores: the k best positions in ascending order, ties towards the lower position.
+#pragma once
+
+#include "simd.h"
+
+namespace {
+
+// Keys are int32 that order like the scores: NaN and -inf become the lowest finite float, -0 becomes +0.
+GLM5_INLINE vi order_keys(vf scores) {
+    const vf lowest = splat(-3.402823466e+38f);
+    vf s = scores + 0.0f;
+    vi bits = (vi)(s > lowest ? s : lowest);
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+GLM5_INLINE float key_to_float(int32_t key) {
+    int32_t bits = key ^ ((key >> 31) & 0x7fffffff);
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+GLM5_INLINE int32_t float_to_key(float value) {
+    int32_t bits;
+    value += 0.0f;
+    memcpy(&bits, &value, 4);
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+// Number of keys >= limit. `keys` is padded with INT32_MIN to a multiple of 4 * LANES; limit > INT32_MIN.
+static int64_t count_from(const int32_t* keys, int64_t n, int32_t limit) {
+    vi least = limit - (vi){}, c0 = {}, c1 = {}, c2 = {}, c3 = {};
+    for (int64_t i = 0; i < n; i += 4 * LANES) {
+        c0 -= *(const vi_loose*)(keys + i) >= least;
+        c1 -= *(const vi_loose*)(keys + i + LANES) >= least;
+        c2 -= *(const vi_loose*)(keys + i + 2 * LANES) >= least;
+        c3 -= *(const vi_loose*)(keys + i + 3 * LANES) >= least;
+    }
+    c0 += c1 + c2 + c3;
+    int64_t total = 0;
+    for (int i = 0; i < LANES; i++) total += c0[i];
+    return total;
+}
+
+static void pad_keys(int32_t* keys, int64_t n) {
+    for (int64_t i = n; i % (4 * LANES); i++) keys[i] = INT32_MIN;
+}
+
+// Midpoint of lo < hi, in (lo, hi]: between the floats while that converges fast, then between the integers.
+GLM5_INLINE int32_t middle(int32_t lo, int32_t hi, int step) {
+    int32_t mid = (int32_t)(lo + ((uint32_t)hi - (uint32_t)lo + 1) / 2);
+    if (step < 16) {
+        float guess = 0.5f * key_to_float(lo) + 0.5f * key_to_float(hi);
+        int32_t key = float_to_key(guess);
+        if (guess == guess && key > lo && key <= hi) mid = key;
+    }
+    return mid;
+}
+
+// Largest t with count(keys >= t) >= k, 1 <= k <= n, by bisection; candidates are gathered into `spare` when few are left.
+static int32_t kth_largest(const int32_t* keys, int32_t* spare, int64_t n, int64_t k) {
+    vi low = INT32_MAX - (vi){}, high = INT32_MIN - (vi){};
+    for (int64_t i = 0; i < n; i += LANES) {
+        vi v = *(const vi_loose*)(keys + i);
+        high = v > high ? v : high;
+        v = v == INT32_MIN ? (vi){} + INT32_MAX : v;
+        low = v < low ? v : low;
+    }
+    int32_t lo = low[0], hi = high[0];
+    for (int i = 1; i < LANES; i++) {
+        lo = low[i] < lo ? low[i] : lo;
+        hi = high[i] > hi ? high[i] : hi;
+    }
+    int64_t above = 0, from_lo = n;  // counts over all keys: > hi, >= lo
+    for (int step = 0; lo < hi; step++) {
+        int32_t mid = middle(lo, hi, step);
+        int64_t count = count_from(keys, n, mid) + (keys == spare ? above : 0);
+        if (count >= k) {
+            lo = mid, from_lo = count;
+            if (count == k) break;
+        } else {
+            hi = mid - 1;
+            if (keys != spare) above = count;
+        }
+        if (keys != spare && n > 2048 && from_lo - above < n / 4) {
+            int64_t kept = 0;
+            for (int64_t i = 0; i < n; i++) {
+                spare[kept] = keys[i];
+                kept += keys[i] >= lo && keys[i] <= hi;
+            }
+            pad_keys(spare, kept);
+            keys = spare, n = kept;
+        }
+    }
+    return lo;
+}
+
+// Elements of `keys` and of `spare` that select_topk needs for n scores.
+GLM5_INLINE int64_t topk_scratch(int64_t n) { return n + 4 * LANES + 1; }
+
+// Writes min(k, n) positions. `scores` must be readable up to a multiple of LANES.
+static int64_t select_topk(const float* scores, int64_t n, int64_t k, int32_t* keys, int32_t* spare, int32_t* positions) {
+    if (k >= n) {
+        for (int64_t i = 0; i < n; i++) positions[i] = (int32_t)i;
+        return n;
+    }
+    for (int64_t i = 0; i < n; i += LANES) *(vi_loose*)(keys + i) = order_keys(load(scores + i));
+    pad_keys(keys, n);
+    int32_t threshold = kth_largest(keys, spare, n, k);
+    int64_t room = k - (threshold == INT32_MAX ? 0 : count_from(keys, n, threshold + 1)), written = 0;
+    for (int64_t i = 0; written < k; i++) {
+        int64_t tied = keys[i] == threshold && room > 0;
+        positions[written] = (int32_t)i;
+        written += tied | (keys[i] > threshold);
+        room -= tied;
+    }
+    return k;
+}
+
+}  // namespace
