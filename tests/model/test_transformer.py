@@ -116,8 +116,7 @@ def test_spans_change_neither_outputs_nor_gradients(monkeypatch: pytest.MonkeyPa
 
     logits, kl, grads = run()
     monkeypatch.setattr(layers, "SHORT_ROW", row)
-    monkeypatch.setattr(layers, "SHORT_SPAN", 7)
-    monkeypatch.setattr(layers, "LONG_SPAN", 7)
+    monkeypatch.setattr(layers, "QUERY_SPAN", 7)
     split_logits, split_kl, split_grads = run()
     torch.testing.assert_close(split_logits, logits, rtol=0, atol=1e-4)
     torch.testing.assert_close(split_kl, kl)

@@ -130,6 +130,6 @@ class LedgerHistory(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-LedgerHistory.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None,
+LedgerHistory.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None,
                                            suppress_health_check=list(HealthCheck))
 TestLedgerHistory = LedgerHistory.TestCase

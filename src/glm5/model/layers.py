@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from glm5.kernels import dispatch
 
+QUERY_SPAN = 512
+"""Queries that are attended at once."""
 SHORT_ROW = 1024
-"""Rows up to this length are attended in spans of ``SHORT_SPAN`` queries, longer ones in spans of ``LONG_SPAN``."""
-SHORT_SPAN = 128
-LONG_SPAN = 512
+"""Rows up to this length keep their masks and activations; longer ones make them again where they are needed."""
 
 
 class Projection(nn.Module):
@@ -106,7 +106,7 @@ class PackedRows:
 
     ``documents_BT`` holds the document id of each token, -1 for padding, None for one document per row; a document is a
     run of equal ids. Spans leave out keys that no query of theirs can see, so that short documents in long rows cost
-    what they cost alone. Rows of at most ``SHORT_ROW`` tokens keep their masks for the next layer.
+    what they cost alone.
     """
 
     def __init__(self, cos_BTR2: Tensor, sin_BTR2: Tensor, documents_BT: Tensor | None, shape: tuple[int, int]) -> None:
@@ -116,7 +116,7 @@ class PackedRows:
         self._tokens_T = torch.arange(self.length, device=cos_BTR2.device)
         self._documents_BT = documents_BT
         self._starts_BT = self._document_starts()
-        self.spans = self._make_spans(SHORT_SPAN if self.is_short else LONG_SPAN)
+        self.spans = self._make_spans()
         self._masks: dict[int, Tensor] = {}
 
     def mask(self, span: Span) -> Tensor:
@@ -150,8 +150,8 @@ class PackedRows:
         starts_BT[:, 1:] = torch.where(is_new_BT, self._tokens_T[1:], 0)
         return starts_BT.cummax(1).values.masked_fill(self._documents_BT < 0, self.length)
 
-    def _make_spans(self, size: int) -> tuple[Span, ...]:
-        bounds = [(start, min(start + size, self.length)) for start in range(0, self.length, size)]
+    def _make_spans(self) -> tuple[Span, ...]:
+        bounds = [(start, min(start + QUERY_SPAN, self.length)) for start in range(0, self.length, QUERY_SPAN)]
         earliest_T = self._starts_BT.amin(0)
         keys = [[earliest_T[start:stop].min() for start, stop in bounds],
                 [(self._tokens_T - earliest_T)[start:stop].max() + 1 for start, stop in bounds]]

@@ -67,10 +67,14 @@ class RaggedStep:
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """One attention layer with the published parameter names; a ``shared`` layer has no indexer."""
+    """One attention layer with the published parameter names.
 
-    def __init__(self, config: ModelConfig, has_indexer: bool) -> None:
+    A layer without an indexer uses the selection of the last layer that has one and ``lends_selection``.
+    """
+
+    def __init__(self, config: ModelConfig, has_indexer: bool, lends_selection: bool) -> None:
         super().__init__()
+        self.lends_selection = lends_selection
         self.heads, self.latent_dim = config.num_attention_heads, config.kv_lora_rank
         self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.value_dim = config.v_head_dim
@@ -127,19 +131,26 @@ class MultiHeadLatentAttention(nn.Module):
         q_latent_MQ = self.q_a_layernorm(self.q_a_proj(x_MD))
         latent_MC, rope_MR = self._latents(x_MD, step.cos_MR2, step.sin_MR2)
         latent_PSK[step.slots_M, step.positions_M] = torch.cat([latent_MC, rope_MR], dim=-1).to(latent_PSK.dtype)
+        up_HEC = self.kv_b_proj.weight.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
+        q_MHE = self.q_b_proj(q_latent_MQ).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
+        absorbed_HMC = torch.bmm(q_MHE[..., : self.nope_dim].transpose(0, 1), up_HEC[:, : self.nope_dim])
+        q_rope_MHR = dispatch.apply_rope(q_MHE[..., self.nope_dim :], step.cos_MR2, step.sin_MR2)
+        q_MHK = torch.cat([absorbed_HMC.transpose(0, 1), q_rope_MHR], dim=-1)
+        place = (step.slots_M, step.lengths_M)
+        out_MHC = None
         if step.sparse and self.indexer is not None:
             keys_MX = self.indexer.keys(x_MD, step.cos_MR2, step.sin_MR2)
             index_keys_PSX[step.slots_M, step.positions_M] = keys_MX.to(index_keys_PSX.dtype)
             iq_MJX, iw_MJ = self.indexer.queries(x_MD, q_latent_MQ, step.cos_MR2, step.sin_MR2)
-            shared = [dispatch.ragged_select(iq_MJX, iw_MJ * self.indexer.scale, index_keys_PSX, step.slots_M,
-                                             step.lengths_M, self.index_topk)]
-        up_HKC = self.kv_b_proj.weight.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
-        q_MHK = self._queries(q_latent_MQ, step.cos_MR2, step.sin_MR2)
-        absorbed_HMC = torch.bmm(q_MHK[..., : self.nope_dim].transpose(0, 1), up_HKC[:, : self.nope_dim])
-        q_MHK = torch.cat([absorbed_HMC.transpose(0, 1), q_MHK[..., self.nope_dim :]], dim=-1)
-        out_MHC = dispatch.ragged_attention(q_MHK, latent_PSK, step.slots_M, step.lengths_M, shared[0], self.scale,
-                                            self.latent_dim)
-        out_HMV = torch.bmm(out_MHC.transpose(0, 1), up_HKC[:, self.nope_dim :].transpose(1, 2))
+            iw_MJ = iw_MJ * self.indexer.scale
+            if self.lends_selection:
+                shared = [dispatch.ragged_select(iq_MJX, iw_MJ, index_keys_PSX, *place, self.index_topk)]
+            else:
+                out_MHC = dispatch.ragged_dsa(q_MHK, iq_MJX, iw_MJ, latent_PSK, index_keys_PSX, *place, self.index_topk,
+                                              self.scale, self.latent_dim)
+        if out_MHC is None:
+            out_MHC = dispatch.ragged_attention(q_MHK, latent_PSK, *place, shared[0], self.scale, self.latent_dim)
+        out_HMV = torch.bmm(out_MHC.transpose(0, 1), up_HEC[:, self.nope_dim :].transpose(1, 2))
         return self.o_proj(out_HMV.transpose(0, 1).flatten(1)), shared
 
     def _queries(self, q_latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -172,7 +183,7 @@ class MultiHeadLatentAttention(nn.Module):
         mask_BtS = packed.mask(span) if inherited_BtS is None else inherited_BtS
         if index is None or self.indexer is None or not (mode.indexer_loss or span.longest > self.index_topk):
             return dispatch.masked_attention(q_BtHK, k_BSHK, v_BSHV, mask_BtS, self.scale), mask_BtS, None
-        scores_BtS = dispatch.index_scores(index[0], index[2], index[1], self.indexer.scale)
+        scores_BtS = dispatch.index_scores(index[0], index[2], index[1], self.indexer.scale, mask_BtS)
         if mode.sparse and span.longest > self.index_topk:
             mask_BtS = dispatch.select_topk(scores_BtS.detach(), mask_BtS, self.index_topk)
         out_BtHV = dispatch.masked_attention(q_BtHK, k_BSHK, v_BSHV, mask_BtS, self.scale)

@@ -36,10 +36,10 @@ class LayerResult:
 class DecoderLayer(nn.Module):
     """Pre-norm residual block: latent attention, then a dense or sparse feed-forward."""
 
-    def __init__(self, config: ModelConfig, sparse_mlp: bool, has_indexer: bool) -> None:
+    def __init__(self, config: ModelConfig, sparse_mlp: bool, has_indexer: bool, lends_selection: bool) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = MultiHeadLatentAttention(config, has_indexer)
+        self.self_attn = MultiHeadLatentAttention(config, has_indexer, lends_selection)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SparseMlp(config) if sparse_mlp else Mlp(config.hidden_size, config.intermediate_size)
 
@@ -78,7 +78,7 @@ class MtpLayer(DecoderLayer):
     """A sparse decoder layer with its own indexer, fed by the next token's embedding and a hidden state."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, sparse_mlp=True, has_indexer=True)
+        super().__init__(config, sparse_mlp=True, has_indexer=True, lends_selection=False)
         self.enorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = Projection(2 * config.hidden_size, config.hidden_size)

@@ -61,8 +61,10 @@ class GlmMoeDsaModel(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         layers: list[DecoderLayer] = []
-        for mlp, indexer in zip(config.mlp_schedule, config.indexer_schedule, strict=True):
-            layers.append(DecoderLayer(config, mlp == "sparse", indexer == "full"))
+        indexers = (*config.indexer_schedule, "full")
+        for number, mlp in enumerate(config.mlp_schedule):
+            lends = indexers[number + 1] == "shared"
+            layers.append(DecoderLayer(config, mlp == "sparse", indexers[number] == "full", lends))
         layers += [MtpLayer(config) for _ in range(config.num_nextn_predict_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
@@ -148,7 +150,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
         hidden_MD = self.model.embed_tokens(ids_M)
         cos_MR2, sin_MR2 = self._rotary(positions_M, hidden_MD.dtype)
         sparse = attention == "sparse" and cache.max_length > self.config.index_topk
-        step = RaggedStep(cos_MR2, sin_MR2, slots_M, positions_M, (positions_M + 1).int(), sparse)
+        step = RaggedStep(cos_MR2, sin_MR2, slots_M, positions_M, positions_M + 1, sparse)
         shared: Sequence[Tensor | None] = [None]
         for layer, latent_PSK, index_keys_PSX in zip(self._decoder_layers(), cache.latent_LPSK, cache.index_keys_LPSX,
                                                      strict=True):

@@ -60,17 +60,19 @@ def build_library(output: Path) -> None:
     threads = () if sys.platform == "darwin" else ("-fopenmp",)  # Apple's clang has no OpenMP: one thread there
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".native-") as scratch:
-        commands = {Path(scratch, "isa.o"): [*compiler, *_FLAGS, f'-DGLM5_SOURCES="{source_digest()}"', "-c",
-                                             str(folder / "isa.cpp")]}
+        chooser, objects = str(Path(scratch, "isa.o")), []  # compiled first: a compiler that cannot work fails here
+        _run([*compiler, *_FLAGS, *threads, f'-DGLM5_SOURCES="{source_digest()}"', "-c", str(folder / "isa.cpp"), "-o",
+              chooser])
+        commands = []
         for name, (lanes, *flags) in _variants().items():
             for source in SOURCES:
-                commands[Path(scratch, f"{name}-{source}.o")] = [
-                    *compiler, *_FLAGS, *threads, *flags, f"-DGLM5_ISA={name}", f"-DGLM5_LANES={lanes}", "-c",
-                    str(folder / source)]
+                objects.append(str(Path(scratch, f"{name}-{source}.o")))
+                commands.append([*compiler, *_FLAGS, *threads, *flags, f"-DGLM5_ISA={name}", f"-DGLM5_LANES={lanes}",
+                                 "-c", str(folder / source), "-o", objects[-1]])
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            list(pool.map(_run, [[*command, "-o", str(target)] for target, command in commands.items()]))
+            list(pool.map(_run, commands))
         linked = Path(scratch, output.name)
-        _run([*compiler, "-shared", *threads, *map(str, commands), "-o", str(linked)])
+        _run([*compiler, "-shared", *threads, chooser, *objects, "-o", str(linked)])
         os.replace(linked, output)
 
 

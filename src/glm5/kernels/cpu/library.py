@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from glm5.errors import KernelError
-from glm5.kernels.cpu.build import library_path, source_digest
+from glm5.kernels.cpu.build import instruction_sets, library_path, source_digest
 
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
 _PROBLEM = "p nnn p nnn p nnn p nn nnnnnn f"
@@ -40,10 +40,32 @@ NativeFunctions = Mapping[str, Callable[..., int]]
 
 @functools.cache
 def native(instruction_set: str = "") -> NativeFunctions:
-    """The C functions by name, for one instruction set or, by default, the best that this machine has.
+    """The C functions by name, for one of ``runnable_sets()`` or, by default, the best.
 
     Raises KernelError when the library is missing, out of date or lacks the instruction set.
     """
+    library, chosen = _library(), instruction_set or runnable_sets()[0]
+    functions = {}
+    for name, signature in _SIGNATURES.items():
+        try:
+            function = library[f"glm5_{name}_{chosen}"]
+        except AttributeError:
+            raise KernelError(f"native kernels: {library_path()} has no {chosen} form of {name}; it has "
+                              f"{', '.join(instruction_sets())}") from None
+        function.argtypes = [_TYPES[letter] for letter in signature.replace(" ", "")]
+        function.restype = ctypes.c_int
+        functions[name] = function
+    return MappingProxyType(functions)
+
+
+def runnable_sets() -> tuple[str, ...]:
+    """Instruction sets that the library contains and this machine can run, best first."""
+    sets = instruction_sets()
+    return sets[sets.index(_text(_library(), "glm5_best_isa")) :]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
     path = library_path()
     if not path.exists():
         raise KernelError(f"native kernels: {path} is missing; run 'make setup' (or 'pip install .') to compile them")
@@ -53,20 +75,10 @@ def native(instruction_set: str = "") -> NativeFunctions:
         raise KernelError(f"native kernels: {path} does not load ({error}); run 'make setup' to compile it") from None
     if _text(library, "glm5_sources") != source_digest():
         raise KernelError(f"native kernels: {path} was compiled from other sources; run 'python -m glm5.kernels.cpu'")
-    chosen = instruction_set or _text(library, "glm5_best_isa")
-    functions = {}
-    for name, signature in _SIGNATURES.items():
-        try:
-            function = library[f"glm5_{name}_{chosen}"]
-        except AttributeError:
-            raise KernelError(f"native kernels: {path} has no {chosen} form of {name}; run 'make setup'") from None
-        function.argtypes = [_TYPES[letter] for letter in signature.replace(" ", "")]
-        function.restype = ctypes.c_int
-        functions[name] = function
-    return MappingProxyType(functions)
+    return library
 
 
 def _text(library: ctypes.CDLL, name: str) -> str:
     function = library[name]
     function.restype = ctypes.c_char_p
-    return function().decode()
+    return str(function().decode())
