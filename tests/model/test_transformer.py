@@ -148,6 +148,11 @@ def test_padding_and_other_documents_do_not_change_a_document() -> None:
     assert output.expert_load_LE.sum(1).tolist() == [55 * 2, 55 * 2]
 
 
+def test_an_unknown_kind_of_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention='spars'"):
+        tiny_model()(random_ids(1, 4), attention="spars")
+
+
 @torch.no_grad()
 def test_last_only_and_hidden_agree_with_forward() -> None:
     model = tiny_model()

@@ -2,8 +2,8 @@
 
 The contract of every operation is its docstring in ``reference``. On a CPU in fp32 (and over bf16 caches) the native
 form runs, up to the sizes where PyTorch's own kernels overtake it; everything else runs ``fused`` or ``reference``. The
-crossovers were measured with ``benchmarks/bench_kernels.py``. A missing native library is a ``KernelError``, not a
-slower form.
+crossovers were measured with ``benchmarks/bench_kernels.py --crossovers``. A missing native library is a
+``KernelError``, not a slower form.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from glm5.kernels import fused, reference
 from glm5.kernels.cpu import inference, training
 
-_EXPERT_ELEMENTS = 512 * 256
+_EXPERT_ELEMENTS = 256 * 256
 """Hidden x expert hidden size up to which the native experts win: above, a blocked GEMM reuses the caches better."""
 
 _HEAD_ELEMENTS = 1024 * 192

@@ -45,7 +45,7 @@ class _Instance:
 
 
 class Calculator:
-    """Questions of two or three numbers of two or three digits."""
+    """Questions of two or three numbers of two digits."""
 
     name = "calculator"
     needs_sandbox = False
@@ -87,19 +87,17 @@ class Calculator:
 
 
 def _make(rng: random.Random, kind: str) -> _Instance:
-    def number(low: int = 10, high: int = 999) -> int:
+    def number(low: int = 10, high: int = 99) -> int:
         return rng.randint(low, high)
 
     if kind == "subtract":
         small, large = sorted((number(), number()))
         numbers: tuple[int, ...] = (large + 1, small)
     elif kind in ("add_multiply", "sum_multiply"):
-        numbers = (number(), number(10, 99), number(10, 99))
+        numbers = (number(), number(), number())
     elif kind == "add_subtract":
         first, second = number(), number()
-        numbers = (first, second, rng.randint(10, min(999, first + second)))
-    elif kind == "multiply":
-        numbers = (number(), number(10, 99)) if rng.random() < 0.5 else (number(10, 99), number())
+        numbers = (first, second, rng.randint(10, min(99, first + second)))
     else:
         numbers = (number(), number())
     return _Instance(kind, numbers, rng.randrange(len(_WORDINGS[kind])))

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t GROUP = 4;     // queries of a dense group
 constexpr int64_t CHUNK = 64;    // groups of a forward task
-constexpr int64_t DENSITY = 2;   // dense when at least 1 / DENSITY of the span is valid
+constexpr int64_t DENSITY = 4;   // dense when at least 1 / DENSITY of the span is valid
 
 // [batch, tokens, heads, elements] with contiguous elements.
 struct Rows {
@@ -71,6 +71,10 @@ struct Plan {
     }
 };
 
+// Elements between columns: whole cache lines, an odd number of them, so that the columns of one key spread over the
+// cache sets.
+GLM5_INLINE int64_t column_stride(int64_t keys) { return ((keys + 15) / 16 | 1) * 16; }
+
 // Keys and values of one head, as rows and as columns, and the work space of one visit.
 struct Head {
     float *k, *v, *k_columns, *v_columns, *q, *g, *weights, *slopes;
@@ -78,17 +82,19 @@ struct Head {
     int64_t stride;  // elements between columns, and between the weights of two queries
 
     static int64_t need(const Problem& p) {
-        int64_t stride = round_up(p.keys);
+        int64_t stride = column_stride(p.keys);
         return Scratch::need(p.keys * p.dim) + Scratch::need(p.keys * p.width) + Scratch::need(stride * p.dim) +
                Scratch::need(stride * p.width) + Scratch::need(GROUP * p.dim) + Scratch::need(GROUP * p.width) +
                2 * Scratch::need(GROUP * stride) + Scratch::need(p.keys + 8);
     }
     Head(Scratch& scratch, const Problem& p)
         : k(scratch.take<float>(p.keys * p.dim)), v(scratch.take<float>(p.keys * p.width)),
-          k_columns(scratch.take<float>(round_up(p.keys) * p.dim)), v_columns(scratch.take<float>(round_up(p.keys) * p.width)),
+          k_columns(scratch.take<float>(column_stride(p.keys) * p.dim)),
+          v_columns(scratch.take<float>(column_stride(p.keys) * p.width)),
           q(scratch.take<float>(GROUP * p.dim)), g(scratch.take<float>(GROUP * p.width)),
-          weights(scratch.take<float>(GROUP * round_up(p.keys))), slopes(scratch.take<float>(GROUP * round_up(p.keys))),
-          positions(scratch.take<int32_t>(p.keys + 8)), stride(round_up(p.keys)) {}
+          weights(scratch.take<float>(GROUP * column_stride(p.keys))),
+          slopes(scratch.take<float>(GROUP * column_stride(p.keys))),
+          positions(scratch.take<int32_t>(p.keys + 8)), stride(column_stride(p.keys)) {}
 
     static void pack(const Rows& source, int64_t b, int64_t h, int64_t keys, int64_t size, float* rows) {
         for (int64_t s = 0; s < keys; s++) memcpy(rows + s * size, source.at(b, s, h), sizeof(float) * size);
