@@ -39,7 +39,8 @@ def test_a_child_dies_when_its_parent_is_killed(tmp_path):
     parent_code = (
         "import os, subprocess, sys, time\n"
         "os.environ['GLM5_PARENT_PID'] = str(os.getpid())\n"
-        "code = 'from glm5.process import die_with_parent; die_with_parent(); print(\"up\", flush=True); import time; time.sleep(60)'\n"
+        "code = 'from glm5.process import die_with_parent; die_with_parent(); '\n"
+        "code += 'print(\"up\", flush=True); import time; time.sleep(60)'\n"
         "child = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, start_new_session=True)\n"
         "child.stdout.readline(); print(child.pid, flush=True); time.sleep(60)\n"
     )

@@ -23,7 +23,7 @@ _PUBLIC = {
     "Glm5Error": "glm5.errors",
 }
 
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605 - the table above is the list
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

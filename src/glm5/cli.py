@@ -47,7 +47,7 @@ def train(config: Path, run_dir: Annotated[Path | None, typer.Option(help="Run d
     from glm5.train.stages import run_stage
 
     stage = load_config(StageConfig, config, overrides or [])
-    print(run_stage(stage, run_dir or Path("runs") / stage.name))
+    print(run_stage(stage, run_dir or _run_dir(config, stage.name)))
 
 
 @app.command()
@@ -61,9 +61,15 @@ def rl(config: Path, run_dir: Annotated[Path | None, typer.Option(help="Run dire
     from glm5.rl.trainer import compare_modes, run_rl
 
     loaded = load_config(RLConfig, config, overrides or [])
-    directory = run_dir or Path("runs") / loaded.name
+    directory = run_dir or _run_dir(config, f"{loaded.name}-compare" if compare_sync else loaded.name)
     if compare_sync:
-        _print_results("rl --compare-sync", compare_modes(loaded, directory))
+        from glm5.eval.statistics import wilson_interval
+
+        def bounds(successes: int, n: int) -> tuple[float, float]:
+            interval = wilson_interval(successes, n)
+            return interval.low, interval.high
+
+        _print_results("rl --compare-sync", compare_modes(loaded, directory, bounds))
     else:
         print(run_rl(loaded, directory))
 
@@ -151,9 +157,9 @@ def env_serve(names: Annotated[list[str], typer.Argument(help="Tasksets to serve
 @env_app.command("list")
 def env_list() -> None:
     """Tasksets that are installed."""
-    from glm5.env.tasks import taskset_names
+    from glm5.env.tasks import available_tasksets
 
-    for name in taskset_names():
+    for name in available_tasksets():
         print(name)
 
 
@@ -183,7 +189,7 @@ def env_demos(name: str, output: Annotated[Path, typer.Option(help="File to writ
 @tokenizer_app.command("train")
 def tokenizer_train(sources: Annotated[list[str], typer.Argument(help='"stdlib", folders, .jsonl or .parquet files.')],
                     output: Annotated[Path, typer.Option(help="Directory to write.")],
-                    vocab_size: Annotated[int, typer.Option(help="Vocabulary, special tokens included.")] = 1024) -> None:
+                    vocab_size: Annotated[int, typer.Option(help="Size, special tokens included.")] = 1024) -> None:
     """Train a byte-level BPE tokenizer with the GLM special tokens."""
     from glm5.data.sources import read_documents
     from glm5.tokenizer.bpe import train_tokenizer
@@ -199,10 +205,15 @@ def model_info(target: Annotated[str, typer.Argument(help="A preset or a checkpo
     """Exact parameter counts of a preset or checkpoint."""
     from glm5.model.config import ModelConfig, parameter_counts, preset
 
-    config = ModelConfig.from_directory(Path(target)) if Path(target).is_dir() else preset(target)
+    config = ModelConfig.from_json_file(Path(target) / "config.json") if Path(target).is_dir() else preset(target)
     rows = [{"name": f"parameters.{name}", "value": value, "unit": "parameters"}
             for name, value in parameter_counts(config).items()]
     _print_results(f"model info {target}", rows, as_json)
+
+
+def _run_dir(config: Path, name: str) -> Path:
+    """Where a stage runs by default: beside the stages of the pipeline whose configurations lie in the same folder."""
+    return Path("runs") / config.resolve().parent.name / name
 
 
 def _print_results(command: str, rows: list[dict[str, Any]], as_json: bool = False) -> None:
@@ -227,9 +238,10 @@ def main() -> None:
     except Glm5Error as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to continue", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as error:
+        if error.code == 130:  # typer's answer to Ctrl-C
+            print("interrupted; run the same command again to continue", file=sys.stderr)
+        raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise

@@ -34,15 +34,18 @@ class Clock:
     def step(self, name: str) -> Iterator[None]:
         """Count the time of the body under ``name``."""
         stopped = threading.Event()
-        ticker = threading.Thread(target=self._tick, args=(name, stopped), daemon=True)
+        failures: list[OSError] = []
+        ticker = threading.Thread(target=self._tick, args=(name, stopped, failures), daemon=True)
         ticker.start()
         try:
             yield
         finally:
             stopped.set()
             ticker.join(timeout=10)
+        if failures:
+            raise failures[-1]
 
-    def _tick(self, name: str, stopped: threading.Event) -> None:
+    def _tick(self, name: str, stopped: threading.Event, failures: list[OSError]) -> None:
         last = time.monotonic()
         while True:
             finished = stopped.wait(_TICK_S)
@@ -51,7 +54,11 @@ class Clock:
                 self.seconds[name] = self.seconds.get(name, 0.0) + now - last
                 self.peak_rss_bytes = max(self.peak_rss_bytes, tree_rss_bytes(os.getpid()))
                 state = {"seconds": self.seconds, "peak_rss_bytes": self.peak_rss_bytes, "attempts": self.attempts}
-                write_atomic(self._path, json.dumps(state))
+                try:
+                    write_atomic(self._path, json.dumps(state))
+                    failures.clear()
+                except OSError as error:  # a full disk; raised when the step ends, unless a later write succeeds
+                    failures.append(error)
             last = now
             if finished:
                 return

@@ -1,8 +1,8 @@
 """A whole run: tokenizer → training stages → demonstrations → SFT → RL → evaluation → report, from one TOML file.
 
 A pipeline is a run directory whose stages are run directories below it. Each step ends in one file (a tokenizer, a
-``final.json``, a row file in ``rows/``) that appears atomically; a pipeline that is started again skips what has its file
-and continues the first step that has not. Every number of the report is computed from these files.
+``final.json``, a row file in ``rows/``) that appears atomically; a pipeline that is started again skips what has its
+file and continues the first step that has not. Every number of the report is computed from these files.
 
 Held-out tasks are used in two disjoint slices: the report scores tasks [0, tasks), SFT decides when to stop on the
 ``stop_tasks`` after them.
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from glm5.clock import Clock
 from glm5.config import apply_overrides, build_config, load_config, read_toml
 from glm5.errors import ConfigError, DataError
+from glm5.process import lock_directory
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
 from glm5.runlog import RunLog, read_jsonl, write_atomic
@@ -98,16 +97,22 @@ class Pipeline:
                               f"tasksets {sorted(self.rl.tasksets)}; name the same ones")
         if not self.stages or self.stages[-1].stage != "sft":
             raise ConfigError(f"{path}: stages must end with an sft stage")
-        self._log = RunLog(self.run_dir)
-        self._log.write_config({"pipeline": dataclasses.asdict(self.config), "rl": dataclasses.asdict(self.rl),
-                                "stages": [dataclasses.asdict(stage) for stage in self.stages]})
-        self._clock = Clock(self.run_dir / "clock.json")
+        self._settings = {"pipeline": dataclasses.asdict(self.config), "rl": dataclasses.asdict(self.rl),
+                          "stages": {stage.name: dataclasses.asdict(stage) for stage in self.stages}}
 
     def run(self) -> Path:
-        """All steps in order."""
+        """All steps in order. Raises ConfigError when the run directory holds a run of other settings."""
+        self._check_machine()
+        self._check_settings()
+        with lock_directory(self.run_dir):
+            return self._run()
+
+    def _run(self) -> Path:
+        self._log = RunLog(self.run_dir)
+        self._log.write_config(self._settings)
         self._log.event("pipeline_started")
+        self._clock = Clock(self.run_dir / "clock.json")
         with self._clock.step("run"):
-            self._check_machine()
             self._train_tokenizer()
             for stage in self.stages[:-1]:
                 self._run_stage(stage)
@@ -132,6 +137,19 @@ class Pipeline:
         require_matplotlib()
         require_sandbox(self.rl.sandbox)
 
+    def _check_settings(self) -> None:
+        """Results of other settings must not end up in this report."""
+        try:
+            before = json.loads((self.run_dir / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        now = json.loads(json.dumps(self._settings, default=str))
+        changed = [f"{part}.{key}" for part in now for key in now[part]
+                   if before.get(part, {}).get(key) != now[part][key]]
+        if changed:
+            raise ConfigError(f"{self.run_dir}: was started with other settings ({changed[0]}); choose another run_dir, "
+                              "or remove this one to start again")
+
     def _train_tokenizer(self) -> None:
         from glm5.data.sources import read_documents
         from glm5.tokenizer.bpe import train_tokenizer
@@ -151,7 +169,8 @@ class Pipeline:
                    evaluate: Callable[[GlmMoeDsaForCausalLM, int], dict[str, float]] | None = None) -> Path:
         from glm5.train.stages import run_stage
 
-        placed = dataclasses.replace(stage, tokenizer=str(self.run_dir / "tokenizer"))
+        tokenizer = str(self.run_dir / "tokenizer") if stage.init == "random" else stage.tokenizer
+        placed = dataclasses.replace(stage, tokenizer=tokenizer)
         with self._clock.step(stage.name):
             return run_stage(placed, self.run_dir / stage.name, evaluate)
 
@@ -184,6 +203,7 @@ class Pipeline:
 
     def _train_sft(self) -> None:
         """SFT with held-out pass@1 on real episodes as the stopping rule."""
+        from glm5.eval.suites.tasksets import pass_at_1_rows
         from glm5.model.checkpoint import save_model
         from glm5.train.checkpoint import final_checkpoint
 
@@ -193,14 +213,18 @@ class Pipeline:
             return
         start = self._final(self.stages[-2].name) if len(self.stages) > 1 else self.run_dir / "tokenizer"
         scratch = self.run_dir / stage.name / "evaluated"
+        shutil.rmtree(scratch, ignore_errors=True)  # of an attempt that was killed
         with self._stack(start, stage.name) as stack:
 
             def evaluate(model: GlmMoeDsaForCausalLM, step: int) -> dict[str, float]:
-                shutil.rmtree(scratch, ignore_errors=True)
-                save_model(model, scratch, self.run_dir / "tokenizer")
-                stack.update_weights(scratch, step)
-                episodes = self._evaluate(stack, f"sft-{step}", self.config.report.tasks, self.config.report.stop_tasks)
-                return _mean_rewards(episodes)
+                save_model(model, scratch / f"{step:06d}", self.run_dir / "tokenizer")
+                stack.update_weights(scratch / f"{step:06d}", step)
+                for older in scratch.iterdir():  # a restarted engine loads the newest
+                    if older.name != f"{step:06d}":
+                        shutil.rmtree(older)
+                rows = pass_at_1_rows("sft", self._evaluate(
+                    stack, f"sft-{step}", self.config.report.tasks, self.config.report.stop_tasks))
+                return {row["name"].replace(".sft.", "."): row["value"] for row in rows}
 
             self._run_stage(stage, evaluate)
         shutil.rmtree(scratch, ignore_errors=True)
@@ -261,10 +285,10 @@ class Pipeline:
         batches = held_out_batches(stage.data, stage.length, tokenizer, self.run_dir / "token-cache")
         prompts = [row[:128].tolist() for batch in batches for row in batch.ids_BT][:32]
         if not prompts:
-            raise DataError(f"stage {stage.name}: data.held_out_rows is 0; the MTP acceptance length needs held-out text")
+            raise DataError(f"stage {stage.name}: data.held_out_rows is 0; the acceptance length needs held-out text")
         drafts = self.config.report.drafts
         length = mtp_acceptance(model, prompts, drafts=drafts)
-        return [{"name": "mtp.acceptance_length", "value": length, "unit": f"tokens per verification of {drafts} drafts",
+        return [{"name": "mtp.acceptance_length", "value": length, "unit": f"tokens per {drafts} drafts",
                  "n": len(prompts)}]
 
     # -- report ----------------------------------------------------------------------------------------------------
@@ -289,6 +313,7 @@ class Pipeline:
         pretrain, sparse = self.stages[0].name, _last_named(self.stages, "dsa-sparse")
         initial = _held_out(self.run_dir / pretrain, "initial", "dense")
         final = _held_out(self.run_dir / pretrain, "final", "dense")
+        before = _held_out(self.run_dir / sparse, "initial", "dense")
         dense, selected = (_held_out(self.run_dir / sparse, "final", mode) for mode in ("dense", "sparse"))
         fall = 1 - final["bits_per_byte"] / initial["bits_per_byte"]
         gap = selected["nats_per_token"] / dense["nats_per_token"] - 1
@@ -296,6 +321,8 @@ class Pipeline:
             {"name": "bpb.initial", "value": initial["bits_per_byte"], "unit": "bits/byte", "n": initial["bytes"]},
             {"name": "bpb.final", "value": final["bits_per_byte"], "unit": "bits/byte", "n": final["bytes"],
              "baseline": "bpb.initial", "ratio": 1 - fall, "goal": "at least 45% below", "met": fall >= 0.45},
+            {"name": "loss.dense_before", "value": before["nats_per_token"], "unit": "nats/token",
+             "n": before["tokens"]},
             {"name": "loss.dense", "value": dense["nats_per_token"], "unit": "nats/token", "n": dense["tokens"]},
             {"name": "loss.sparse", "value": selected["nats_per_token"], "unit": "nats/token", "n": selected["tokens"],
              "baseline": "loss.dense", "ratio": 1 + gap, "goal": "within 0.5%", "met": abs(gap) <= 0.005},
@@ -304,6 +331,9 @@ class Pipeline:
     def _cost_rows(self) -> list[Row]:
         rows = [{"name": f"wall_s.{name}", "value": round(seconds, 1), "unit": "s"}
                 for name, seconds in self._clock.seconds.items()]
+        for row in rows:
+            if row["name"] == "wall_s.run":
+                row |= {"goal": "at most 1200 s", "met": row["value"] <= 1200}
         rows.append({"name": "peak_rss_bytes", "value": self._clock.peak_rss_bytes, "unit": "bytes",
                      "goal": "under 6 GB", "met": self._clock.peak_rss_bytes < 6e9})
         for stage in self.stages:
@@ -314,19 +344,6 @@ class Pipeline:
                 rows.append({"name": f"tokens_per_s.{stage.name}", "value": round(mean, 1), "unit": "tokens/s",
                              "n": len(speeds)})
         return rows
-
-
-def _mean_rewards(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Mean reward by taskset and over tasksets; episodes without a reward do not count."""
-    by_taskset: dict[str, list[float]] = {}
-    for episode in episodes:
-        if episode.reward is not None:
-            by_taskset.setdefault(episode.taskset, []).append(episode.reward)
-    means = {f"pass_at_1.{name}": math.fsum(values) / len(values) for name, values in by_taskset.items()}
-    if not means:
-        reasons = Counter(episode.reason for episode in episodes).most_common(1)
-        raise DataError(f"no evaluated episode has a reward; most common reason: {reasons}")
-    return {**means, "pass_at_1.mean": math.fsum(means.values()) / len(means)}
 
 
 def _skill_rows(run_dir: Path) -> list[Row]:

@@ -7,6 +7,7 @@ A child asks the kernel to kill it when its parent dies, so that ``kill -9`` of 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -14,7 +15,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def spawn(arguments: Sequence[str], log_path: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+def spawn(arguments: Sequence[str], log_path: Path,
+          environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Start ``python -m glm5 <arguments>`` in its own process group with output in ``log_path``.
 
     Call from the main thread: the kernel ties the parent-death signal to the thread that started the child.
@@ -54,7 +57,8 @@ def wait_ready(process: subprocess.Popen[bytes], ready_file: Path, log_path: Pat
         if ready_file.exists():
             return str(json.loads(ready_file.read_text())["url"])
         if process.poll() is not None:
-            raise ServiceError(f"{log_path.stem}: exited with {process.returncode} before it was ready: {_last_line(log_path)}")
+            raise ServiceError(f"{log_path.stem}: exited with {process.returncode} before it was ready: "
+                               f"{_last_line(log_path)}")
         time.sleep(0.05)
     raise ServiceError(f"{log_path.stem}: not ready after {timeout_s:.0f} s: {_last_line(log_path)}; see {log_path}")
 
@@ -72,6 +76,26 @@ def stop(process: subprocess.Popen[bytes], grace_s: float = 5) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass
+
+
+@contextmanager
+def lock_directory(directory: Path) -> Iterator[None]:
+    """Hold ``directory`` for this process: two runs in one directory would train the same episodes twice.
+
+    Raises ServiceError naming the process that holds it. The kernel releases the lock when the holder dies.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ServiceError(f"{directory}: process {file.read().strip() or 'unknown'} is running here; wait for it, "
+                               "stop it, or choose another run directory") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 def bind(host: str, port: int) -> socket.socket:

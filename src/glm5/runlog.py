@@ -7,6 +7,7 @@ Appends are one ``write`` of one line, so that readers never see half a record; 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -29,6 +30,9 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -69,9 +73,15 @@ class RunLog:
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
         line = (json.dumps(record, default=float) + "\n").encode()
-        file = os.open(self.directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        path = self.directory / name
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(file, line)
+            written = os.write(file, line)
+            if written < len(line):  # the disk filled up in the middle of the line
+                os.ftruncate(file, os.fstat(file).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
         finally:
             os.close(file)
 

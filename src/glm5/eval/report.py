@@ -26,6 +26,7 @@ CURVE_FILE = "rl_curve.png"
 ROW_NAMES = {
     "bpb.initial": "bits per byte of held-out files, before pre-training",
     "bpb.final": "bits per byte of held-out files, after pre-training",
+    "loss.dense_before": "held-out loss with dense attention, before sparse training",
     "loss.dense": "held-out loss with dense attention, after sparse training",
     "loss.sparse": "held-out loss with sparse attention, after sparse training",
     "mtp.acceptance_length": "tokens kept per verification of drafted tokens, the model's own token included",
@@ -38,6 +39,8 @@ ROW_NAMES = {
     "wall_s.STAGE": "seconds of a stage, all attempts together",
     "tokens_per_s.STAGE": "training tokens per second of a stage",
     "peak_rss_bytes": "largest resident memory of all processes of the run together",
+    "steps.MODE": "RL steps of a mode",
+    "speedup": "wall time of the synchronous run over that of the asynchronous one, same number of steps",
     "busy.trainer": "share of the RL time in which the trainer computed",
     "busy.engine": "share of the RL time in which the engine computed",
     "episodes.REASON": "RL episodes by what became of them",

@@ -36,7 +36,7 @@ from glm5.gateway.sessions import Node, PendingCall, Session, SessionSettings
 from glm5.gateway.store import Store, StoredSession
 from glm5.gateway.trajectory import build_trajectories, trajectory_to_json
 from glm5.gateway.upstream import EnginePool
-from glm5.process import serve_app
+from glm5.process import bind, serve_app
 from glm5.records import OUTCOMES
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 
@@ -287,6 +287,8 @@ def run_gateway(engine_urls: Sequence[str], tokenizer_dir: str | Path, store_pat
 
     Raises CheckpointError for a bad tokenizer, GatewayError for a store in use, ServiceError for a port in use.
     """
+    if port:
+        bind(host, port).close()  # a taken port is reported before anything is written
     tokenizer = load_tokenizer(tokenizer_dir)
     store = Store(store_path)
     try:

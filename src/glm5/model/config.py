@@ -247,7 +247,7 @@ def presets() -> dict[str, ModelConfig]:
             vocab_size=1024, hidden_size=128, intermediate_size=384, moe_intermediate_size=64, num_hidden_layers=3,
             num_attention_heads=4, num_key_value_heads=4, q_lora_rank=64, kv_lora_rank=48, qk_nope_head_dim=16,
             qk_rope_head_dim=16, v_head_dim=32, n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=1,
-            index_n_heads=8, index_head_dim=32, index_topk=64, max_position_embeddings=2048,
+            index_n_heads=8, index_head_dim=32, index_topk=128, max_position_embeddings=2048,
             rope_parameters=_rope(10_000), initializer_range=0.05, eos_token_id=(), pad_token_id=None,
             dtype="float32"),
         "micro": ModelConfig(

@@ -30,7 +30,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from glm5.errors import ServiceError
-from glm5.process import serve_app
+from glm5.process import bind, serve_app
 from glm5.records import Episode
 from glm5.rl.config import RLConfig, read_rl_config
 from glm5.rl.episodes import EpisodeRunner, failed_episode
@@ -286,6 +286,8 @@ def run_orchestrator(config: Path, run_dir: Path, gateway_url: str, host: str = 
                      ready_file: Path | None = None) -> None:
     """Run until SIGTERM. ``config`` is a TOML file or the ``config.json`` of a run."""
     loaded = read_rl_config(config)
+    if port:
+        bind(host, port).close()  # a taken port is reported before anything is written
     run_dir.mkdir(parents=True, exist_ok=True)
     serve_app(build_app(Orchestrator(loaded, run_dir, gateway_url)), host, port, ready_file)
 

@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 
-from glm5.errors import ConfigError, ServiceError
+from glm5.errors import CheckpointError, ConfigError, ServiceError
 from glm5.model.checkpoint import load_model
+from glm5.model.config import ModelConfig
 from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.process import lock_directory
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
 from glm5.rl.launch.local import RolloutStack
@@ -35,6 +37,7 @@ from glm5.rl.push import WeightPusher
 from glm5.rl.supervisor import poll_until
 from glm5.rl.weights import WeightVersion, newest_version, publish, retain
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
+from glm5.tokenizer.bpe import load_tokenizer
 from glm5.train.checkpoint import (
     TrainerState,
     final_checkpoint,
@@ -50,6 +53,8 @@ from glm5.train.schedules import lr_factor
 
 POLL_S = 0.02
 PUSH_TIMEOUT_S = 180.0
+MAX_SKIPPED = 20
+"""Updates with a gradient that is not finite before the run gives up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +75,15 @@ def run_rl(config: RLConfig, run_dir: Path, init_dir: Path | None = None) -> Pat
     """
     finished = final_checkpoint(run_dir)
     if finished is not None:
+        _require_same_config(config, run_dir)
         return finished
     resolved = init_dir or resolve_init(config.init, run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    _require_fit(resolved)
+    with lock_directory(run_dir):
+        return _train(config, run_dir, resolved)
+
+
+def _train(config: RLConfig, run_dir: Path, resolved: Path) -> Path:
     torch.set_num_threads(config.trainer_threads)
     torch.manual_seed(config.seed)
     trainer = Trainer(config, run_dir, resolved)
@@ -82,6 +93,25 @@ def run_rl(config: RLConfig, run_dir: Path, init_dir: Path | None = None) -> Pat
         trainer.close()
     mark_final(run_dir, checkpoint)
     return checkpoint
+
+
+def _require_same_config(config: RLConfig, run_dir: Path) -> None:
+    """A finished run of other settings is not what was asked for."""
+    before = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    if changed:
+        raise ConfigError(f"{run_dir}: holds a finished run with another value of {changed[0]}; choose another run "
+                          "directory or remove this one")
+
+
+def _require_fit(checkpoint: Path) -> None:
+    """The tokenizer must be the model's, before anything is written or started."""
+    tokenizer = load_tokenizer(checkpoint)
+    config = ModelConfig.from_json_file(checkpoint / "config.json")
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(f"{checkpoint}: the tokenizer has {tokenizer.vocab_size} ids, the model vocab_size="
+                              f"{config.vocab_size}; use the tokenizer that the model was trained with")
 
 
 def resolve_init(init: str, run_dir: Path) -> Path:
@@ -182,6 +212,8 @@ class Trainer:
         while not self._is_finished():
             step_started = time.monotonic()
             batch = self._next_batch(stack)
+            if batch is None:
+                break
             train_started = time.monotonic()
             result = policy_step(self._model, self._optimizer, batch, self.config,
                                  lr_factor(self.config.schedule, self.state.step, self.config.steps))
@@ -194,6 +226,9 @@ class Trainer:
             shared_started = time.monotonic()
             self._share(stack, pusher)
             publish_s = time.monotonic() - shared_started
+            if self.state.skipped >= MAX_SKIPPED:
+                raise ServiceError(f"{self.run_dir}: {self.state.skipped} updates had a gradient that is not finite; "
+                                   "lower optimizer.lr and run again from an earlier checkpoint")
             if self.state.step % self.config.checkpoint_every == 0 or self._is_finished():
                 path = self._checkpoint()
             self._report(stack, batch, result, {
@@ -209,8 +244,8 @@ class Trainer:
         out_of_time = bool(self.config.max_minutes) and elapsed_s >= 60 * self.config.max_minutes
         return self.state.step >= self.config.steps or out_of_time
 
-    def _next_batch(self, stack: RolloutStack) -> LeasedBatch:
-        """Wait for a whole batch of trainable groups; keep the services alive meanwhile.
+    def _next_batch(self, stack: RolloutStack) -> LeasedBatch | None:
+        """Wait for a whole batch of trainable groups; keep the services alive meanwhile. None when the time is up.
 
         Raises ServiceError, after a dump of the state into ``stall.json``, when none came within ``stall_minutes``.
         """
@@ -221,6 +256,8 @@ class Trainer:
                 batch = self._ledger.lease(self.config.groups_per_batch, self.state.step)
                 if batch is not None:
                     return batch
+            if self._is_finished():
+                return None
             if time.monotonic() > deadline:
                 raise self._stalled(stack)
             stack.tend()
@@ -317,7 +354,9 @@ def compare_modes(config: RLConfig, run_dir: Path,
         with RolloutStack(chosen, checkpoint, run_dir / f"evaluate-{mode}") as stack:
             episodes = stack.evaluate(label=f"evaluate {mode}")
         rows += pass_rows(f"pass_at_1.{mode}", episodes, interval)
-        rows.append({"name": f"wall_s.{mode}", "value": wall[mode], "unit": "s"})
+        rows += [{"name": f"wall_s.{mode}", "value": wall[mode], "unit": "s"},
+                 {"name": f"steps.{mode}", "value": int(state["step"]), "unit": "steps"}]
+        config = dataclasses.replace(config, steps=int(state["step"]), max_minutes=0.0)  # the same work, however long
     rows.append({"name": "speedup", "value": wall["sync"] / wall["async"], "unit": "ratio"})
     return rows
 

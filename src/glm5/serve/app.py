@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
@@ -252,6 +253,9 @@ def serve(
         bind(host, port).close()  # a taken port is reported before torch and the weights are loaded
     from glm5.engine.engine import Engine
 
+    # The engine's thread gives the interpreter lock away in every tensor operation and would wait up to the default
+    # 5 ms, longer than a decode step, to get it back from a busy HTTP thread.
+    sys.setswitchinterval(0.0003)
     path = Path(directory)
     tokenizer = load_tokenizer(path)
     engine = Engine.from_directory(path, tokenizer.stop_ids, engine_config, weight_version)
