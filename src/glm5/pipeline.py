@@ -147,7 +147,7 @@ class Pipeline:
         changed = [f"{part}.{key}" for part in now for key in now[part]
                    if before.get(part, {}).get(key) != now[part][key]]
         if changed:
-            raise ConfigError(f"{self.run_dir}: was started with other settings ({changed[0]}); choose another run_dir, "
+            raise ConfigError(f"{self.run_dir}: was started with other settings ({changed[0]}); use another run_dir, "
                               "or remove this one to start again")
 
     def _train_tokenizer(self) -> None:
