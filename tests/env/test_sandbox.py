@@ -81,7 +81,7 @@ def test_the_host_is_neither_visible_nor_writable():
         return [
             await box.exec(command)
             for command in (
-                "ls /root /etc/passwd /home /work/../root",
+                "ls /root /etc/passwd /home ../root",
                 "touch /usr/x; touch /x; touch /dev/x; echo $?",
                 "id -u; ls /proc | grep -c '^[0-9]'",
                 f"ls {Path.cwd()} 2>&1",
