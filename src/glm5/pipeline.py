@@ -24,7 +24,7 @@ from glm5.errors import ConfigError, DataError
 from glm5.process import lock_directory
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
-from glm5.runlog import RunLog, read_jsonl, write_atomic
+from glm5.runlog import RunLog, read_jsonl, temporary_path, write_atomic
 from glm5.train.config import StageConfig
 
 if TYPE_CHECKING:
@@ -160,10 +160,12 @@ class Pipeline:
         with self._clock.step("tokenizer"):
             documents = read_documents(self.config.tokenizer.sources)
             trained = train_tokenizer((document.text for document in documents), self.config.tokenizer.vocab_size)
-            temporary = self.run_dir / "tokenizer.tmp"
-            shutil.rmtree(temporary, ignore_errors=True)
-            trained.save(temporary)
-            temporary.rename(directory)
+            temporary = temporary_path(directory)
+            try:
+                trained.save(temporary)
+                temporary.rename(directory)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
 
     def _run_stage(self, stage: StageConfig,
                    evaluate: Callable[[GlmMoeDsaForCausalLM, int], dict[str, float]] | None = None) -> Path:
@@ -209,11 +211,11 @@ class Pipeline:
 
         stage = dataclasses.replace(self.stages[-1], data=dataclasses.replace(
             self.stages[-1].data, conversations=(str(self._demonstrations()),)))
+        scratch = self.run_dir / stage.name / "evaluated"
+        shutil.rmtree(scratch, ignore_errors=True)  # of an attempt that was killed
         if final_checkpoint(self.run_dir / stage.name) is not None:
             return
         start = self._final(self.stages[-2].name) if len(self.stages) > 1 else self.run_dir / "tokenizer"
-        scratch = self.run_dir / stage.name / "evaluated"
-        shutil.rmtree(scratch, ignore_errors=True)  # of an attempt that was killed
         with self._stack(start, stage.name) as stack:
 
             def evaluate(model: GlmMoeDsaForCausalLM, step: int) -> dict[str, float]:

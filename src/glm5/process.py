@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5.errors import ServiceError
-from glm5.runlog import write_atomic
+from glm5.runlog import remove_leftovers, write_atomic
 
 PARENT_VARIABLE = "GLM5_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
@@ -82,10 +82,16 @@ def stop(process: subprocess.Popen[bytes], grace_s: float = 5) -> None:
 def lock_directory(directory: Path) -> Iterator[None]:
     """Hold ``directory`` for this process: two runs in one directory would train the same episodes twice.
 
-    Raises ServiceError naming the process that holds it. The kernel releases the lock when the holder dies.
+    Removes what killed processes left unfinished there. Raises ServiceError naming the process that holds it, or the
+    directory when it cannot be written. The kernel releases the lock when the holder dies.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / ".lock", "a+") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = open(directory / ".lock", "a+")  # noqa: SIM115  closed by the next statement
+    except OSError as error:
+        raise ServiceError(f"{directory}: cannot be written ({error.strerror}); choose another run "
+                           "directory") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -95,6 +101,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
+        remove_leftovers(directory)
         yield
 
 

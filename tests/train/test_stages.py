@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from glm5.data.conversations import read_conversations, render_conversation
-from glm5.errors import CheckpointError, ConfigError
+from glm5.errors import CheckpointError, ConfigError, ServiceError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import ModelConfig
+from glm5.process import lock_directory
 from glm5.runlog import read_jsonl
 from glm5.tokenizer.bpe import load_tokenizer, train_tokenizer
 from glm5.train.checkpoint import read_meta
@@ -145,6 +146,12 @@ def test_frozen_indexers_stay_as_they_are_in_fine_tuning(world, tmp_path):
     one, three = weights(run_stage(first, tmp_path / "one")), weights(run_stage(config, tmp_path / "three"))
     unchanged = {name for name in one if torch.equal(one[name], three[name])}
     assert unchanged == {name for name in one if ".indexer." in name}
+
+
+def test_a_second_process_in_the_directory_of_a_stage_is_refused(world, tmp_path):
+    with lock_directory(tmp_path / "p"), pytest.raises(ServiceError, match="is running here; wait for it"):
+        run_stage(world.config("pretrain"), tmp_path / "p")
+    assert [path.name for path in (tmp_path / "p").iterdir()] == [".lock"]
 
 
 def test_a_missing_predecessor_and_a_tokenizer_that_does_not_fit_are_named(world, tmp_path):

@@ -29,6 +29,7 @@ from glm5.errors import CheckpointError, ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import preset
 from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.process import lock_directory
 from glm5.runlog import RunLog
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 from glm5.train.checkpoint import TrainerState, final_checkpoint, latest_checkpoint, load_trainer_state, mark_final
@@ -46,12 +47,17 @@ def run_stage(config: StageConfig, run_dir: Path, evaluate: Evaluate | None = No
 
     ``evaluate`` is called every ``evaluation.every`` steps with the model and the step and gives named numbers; with
     ``evaluation.patience`` it decides when to stop and which checkpoint is the best. A finished run is returned as it
-    is. Raises ConfigError, DataError or CheckpointError in one line.
+    is. Raises ConfigError, DataError, CheckpointError, or ServiceError when another process runs there, in one line.
     """
     finished = final_checkpoint(run_dir)
     if finished is not None:
         _require_same_config(config, run_dir)
         return finished
+    with lock_directory(run_dir):
+        return _train(config, run_dir, evaluate)
+
+
+def _train(config: StageConfig, run_dir: Path, evaluate: Evaluate | None) -> Path:
     latest = latest_checkpoint(run_dir)
     start = latest or resolve_init(config.init, run_dir)
     tokenizer_dir = start or Path(config.tokenizer)
