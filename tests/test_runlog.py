@@ -1,4 +1,4 @@
-"""What a run directory promises its readers: whole files, nothing lost, nothing left over, progress that can be read."""
+"""What a run directory promises its readers: whole files, nothing lost or left over, readable progress."""
 
 import os
 import subprocess

@@ -243,7 +243,8 @@ def main() -> None:
             print("interrupted; run the same command again to continue", file=sys.stderr)
         raise
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
+                               errno.ENOTDIR, errno.EEXIST):
             raise
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{error.strerror}; free some space or choose another run directory, then run again",

@@ -89,8 +89,9 @@ class Ledger:
         self._path = Path(path)
         self._max_staleness, self._pad_groups = max_staleness, pad_groups
         self._db = sqlite3.connect(path, timeout=30, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")
+        with self._explained():
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
         with self._transaction():
             found = int(self._db.execute("PRAGMA user_version").fetchone()[0])
             if found == 0:
@@ -256,18 +257,23 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+        with self._explained():
             try:
+                self._db.execute("BEGIN IMMEDIATE")
                 yield
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # SQLite undoes some by itself, for example on a full disk
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except sqlite3.Error as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise ServiceError(f"{self._path}: {error}; the transaction was undone") from error
+            raise ServiceError(f"{self._path}: {error}; nothing of the transaction was kept; free space on its disk or "
+                               "make it writable, then run again to continue") from error
 
     def _open_size(self, group_id: str) -> int:
         row = self._db.execute("SELECT size FROM groups WHERE group_id = ? AND state = 'open'", (group_id,)).fetchone()

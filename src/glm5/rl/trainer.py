@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from glm5.errors import CheckpointError, ConfigError, ServiceError
+from glm5.errors import ConfigError, ServiceError
 from glm5.model.checkpoint import load_model
-from glm5.model.config import ModelConfig
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.process import lock_directory
 from glm5.records import Episode
@@ -38,6 +37,7 @@ from glm5.rl.supervisor import poll_until
 from glm5.rl.weights import WeightVersion, newest_version, publish, retain
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
 from glm5.tokenizer.bpe import load_tokenizer
+from glm5.tokenizer.fit import require_same_tokenizer
 from glm5.train.checkpoint import (
     TrainerState,
     final_checkpoint,
@@ -78,7 +78,7 @@ def run_rl(config: RLConfig, run_dir: Path, init_dir: Path | None = None) -> Pat
         _require_same_config(config, run_dir)
         return finished
     resolved = init_dir or resolve_init(config.init, run_dir)
-    _require_fit(resolved)
+    load_tokenizer(resolved)  # one that is missing or another model's is reported before anything is written
     with lock_directory(run_dir):
         return _train(config, run_dir, resolved)
 
@@ -103,15 +103,6 @@ def _require_same_config(config: RLConfig, run_dir: Path) -> None:
     if changed:
         raise ConfigError(f"{run_dir}: holds a finished run with another value of {changed[0]}; choose another run "
                           "directory or remove this one")
-
-
-def _require_fit(checkpoint: Path) -> None:
-    """The tokenizer must be the model's, before anything is written or started."""
-    tokenizer = load_tokenizer(checkpoint)
-    config = ModelConfig.from_json_file(checkpoint / "config.json")
-    if tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(f"{checkpoint}: the tokenizer has {tokenizer.vocab_size} ids, the model vocab_size="
-                              f"{config.vocab_size}; use the tokenizer that the model was trained with")
 
 
 def resolve_init(init: str, run_dir: Path) -> Path:
@@ -172,6 +163,8 @@ class Trainer:
         self._log = RunLog(run_dir)
         self._log.write_config(config)
         start = latest_checkpoint(run_dir)
+        if start is not None:
+            require_same_tokenizer(start, init_dir)
         self._tokenizer_dir = init_dir
         self._model = load_model(start or init_dir, dtype=torch.float32)
         freeze(self._model)

@@ -37,6 +37,7 @@ from glm5.tokenizer.chat import (
     conversation_segments,
     generation_prompt,
 )
+from glm5.tokenizer.fit import TOKENIZER_FILE, require_fit
 from glm5.tokenizer.parse import ParsedMessage, StreamParser, parse_message
 
 END_OF_TEXT = "<|endoftext|>"
@@ -128,7 +129,7 @@ class Tokenizer:
 
         Raises CheckpointError when the file is missing, malformed or lacks a special token.
         """
-        file = Path(path) / "tokenizer.json"
+        file = Path(path) / TOKENIZER_FILE
         try:
             text = file.read_text(encoding="utf-8")
         except OSError as error:
@@ -156,7 +157,7 @@ class Tokenizer:
         write_atomic(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
         template = resources.files("glm5.tokenizer").joinpath("chat_template.jinja").read_text(encoding="utf-8")
         write_atomic(directory / "chat_template.jinja", template)
-        write_atomic(directory / "tokenizer.json", self.to_json())
+        write_atomic(directory / TOKENIZER_FILE, self.to_json())
 
     @property
     def vocab_size(self) -> int:
@@ -277,8 +278,13 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Tokenizer of a checkpoint directory. Raises CheckpointError when it is missing or lacks a special token."""
-    return Tokenizer.from_directory(directory)
+    """Tokenizer of a checkpoint directory, made sure to belong to the model there (see ``glm5.tokenizer.fit``).
+
+    Raises CheckpointError when it is missing, lacks a special token, or is not the model's.
+    """
+    tokenizer = Tokenizer.from_directory(directory)
+    require_fit(Path(directory), tokenizer.vocab_size, tokenizer.stop_ids, tokenizer.pad_id)
+    return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

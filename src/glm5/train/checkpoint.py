@@ -5,14 +5,13 @@ and the random-number state), ``trainer/state.json`` (counters, data position, b
 
 Invariants: a directory is written under a temporary name, flushed to disk with ``meta.json`` last, and renamed whole,
 so that a directory with its final name and ``meta.json`` is complete whatever happened; a failed write leaves nothing
-behind; what a killed process leaves, ``glm5.runlog.remove_leftovers`` removes. ``format`` is an integer: a newer one is refused,
-an older one would be migrated here. ``<run>/final.json`` names the checkpoint that a finished run hands on.
+behind; what a killed process leaves, ``glm5.runlog.remove_leftovers`` removes. ``format`` is an integer:
+a newer one is refused, an older one would be migrated here. ``<run>/final.json`` names the checkpoint that a finished run hands on.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from glm5.errors import CheckpointError
 from glm5.model.checkpoint import save_model
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.runlog import flush_to_disk, remove_directory, replace_directory, temporary_path, write_atomic
+from glm5.tokenizer.fit import tokenizer_sha256
 from glm5.train.optimizers import Optimizer
 
 FORMAT = 1
@@ -84,7 +84,7 @@ def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausa
         save_file({**tensors, _RNG: torch.get_rng_state()}, temporary / "trainer" / "optimizer.safetensors")
         _write_json(temporary / "trainer" / "state.json", dataclasses.asdict(state))
         facts = {"format": FORMAT, "step": state.step, "tokens_seen": state.tokens,
-                 "policy_version": state.policy_version, "tokenizer_sha256": _tokenizer_hash(temporary),
+                 "policy_version": state.policy_version, "tokenizer_sha256": tokenizer_sha256(temporary),
                  "package_version": glm5.__version__, **(meta or {})}
         _flush(temporary)
         _write_json(temporary / "meta.json", facts)
@@ -165,11 +165,6 @@ def final_checkpoint(run_dir: Path) -> Path | None:
         return None
     checkpoint = run_dir / "checkpoints" / str(json.loads(path.read_text(encoding="utf-8"))["checkpoint"])
     return checkpoint if (checkpoint / "meta.json").is_file() else None
-
-
-def _tokenizer_hash(directory: Path) -> str | None:
-    path = directory / "tokenizer.json"
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
