@@ -62,8 +62,9 @@ class LedgerCounts:
     dropped_groups: dict[str, int]
     """Dropped groups by reason (``DROP_REASONS``)."""
     episodes: dict[str, int]
-    """Final episodes by fate (``FATES``): ``trained``, ``waiting`` (ready or leased), an excluding outcome such as ``infra_error``
-    or ``stale``, or the reason for which their group was dropped. They add up to the slots of all groups that ended."""
+    """Final episodes by fate (``FATES``): ``trained``, ``waiting`` (ready or leased), an excluding outcome such as
+    ``infra_error`` or ``stale``, or the reason for which their group was dropped. They add up to the slots of all
+    groups that ended."""
     retried: int
     """Attempts that failed for infrastructure reasons and were run again."""
     batches: dict[str, int]

@@ -6,8 +6,9 @@ main thread between other work, because the kernel ties the parent-death signal 
 ``tend`` never waits: a restart is a state (running → waiting → starting → running) that moves on at later calls.
 
 Restarts back off; a service that dies more than ``MAX_RESTARTS`` times within ``RESTART_WINDOW_S`` ends the run with
-one line; one that exits with 2 has said what the user must fix (a full disk, say), so it ends the run at once. The port
-of a service stays reserved while it is down, so that it comes back at its URL. Services start in the given order and stop in the reverse one, so that intake stops before what it feeds on.
+one line. One that exits with 2 has said what the user must fix, a full disk for example, and ends the run at once. The
+port of a service stays reserved while it is down, so that it comes back at its URL. Services start in the given order
+and stop in the reverse one, so that intake stops before what it feeds on.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ and the random-number state), ``trainer/state.json`` (counters, data position, b
 
 Invariants: a directory is written under a temporary name, flushed to disk with ``meta.json`` last, and renamed whole,
 so that a directory with its final name and ``meta.json`` is complete whatever happened; a failed write leaves nothing
-behind; what a killed process leaves, ``glm5.runlog.remove_leftovers`` removes. ``format`` is an integer:
-a newer one is refused, an older one would be migrated here. ``<run>/final.json`` names the checkpoint that a finished run hands on.
+behind; what a killed process leaves, ``glm5.runlog.remove_leftovers`` removes. ``format`` is an integer: a newer one is
+refused, an older one would be migrated here. ``<run>/final.json`` names the checkpoint that a finished run hands on.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausa
         _write_json(temporary / "meta.json", facts)
         _flush(temporary)
         replace_directory(temporary, target)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{target}: not written ({error}); free disk space or choose another run directory, then "
                               "start again: the run continues from the checkpoint before") from None
