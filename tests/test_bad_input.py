@@ -144,9 +144,8 @@ def test_no_compiler(tmp_path):
 
 def test_a_run_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    for directory in ("file", "file/below"):
-        done = glm5("run", NANO / "pipeline.toml", f"run_dir={directory}", cwd=tmp_path)
-        assert_refused(done, directory, "cannot be written", "choose another run directory")
+    done = glm5("run", NANO / "pipeline.toml", "run_dir=file/below", cwd=tmp_path)
+    assert_refused(done, "file/below", "cannot be written", "choose another run directory")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
