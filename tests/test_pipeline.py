@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_pipeline import NANO, STAGES, processes_that_name, start, write_tiny_pipeline
 
 from glm5.config import load_config
+from glm5.data.packing import Batch
 from glm5.errors import ConfigError
-from glm5.pipeline import Pipeline, PipelineConfig
+from glm5.pipeline import Pipeline, PipelineConfig, _document_starts
 from glm5.rl.config import RLConfig
 from glm5.train.config import StageConfig
 
@@ -54,6 +56,17 @@ def test_a_run_that_is_killed_continues_to_its_report(tmp_path):
 
     with pytest.raises(ConfigError, match="other settings"):
         Pipeline(pipeline, ["report.tasks=4"]).run()
+
+
+def test_prompts_of_the_acceptance_length_lie_inside_one_document():
+    end, size = 0, 64
+    long, short, cut = list(range(1, 101)), list(range(200, 230)), list(range(300, 300 + size))
+    ids = [*long, end, *short, end, *cut, end, end, end]
+    documents = [0] * 101 + [1] * 31 + [2] * (size + 1) + [-1] * 2
+    batch = Batch(ids_BT=torch.tensor([ids]), positions_BT=torch.zeros(1, len(ids)),
+                  documents_BT=torch.tensor([documents]), loss_mask_BT=torch.zeros(1, len(ids)))
+    assert _document_starts([batch], end) == [long[:size], cut]
+    assert _document_starts([], end) == []
 
 
 def test_every_nano_configuration_is_valid():
