@@ -55,7 +55,7 @@ def test_a_hanging_service_is_found_by_its_probes(gateway, events, monkeypatch):
 
 def test_a_service_that_dies_again_and_again_ends_the_run_with_one_line(tmp_path, events, monkeypatch):
     monkeypatch.setattr(supervision, "MAX_RESTARTS", 1)
-    monkeypatch.setattr(supervision, "USER_ERROR", None)
+    monkeypatch.setattr(supervision, "USER_ERROR", 99)
     with Supervisor(tmp_path, lambda kind, **values: events.append((kind, values))) as supervisor:
         supervisor.add(ServiceSpec("broken", "/health", lambda: ["no-such-command"]))
         with pytest.raises(ServiceError, match=r"broken: exited with 2, the 2th time within 300 s; read .*broken\.log"):
