@@ -138,3 +138,14 @@ def test_a_closed_port_and_a_server_that_hangs_up_are_service_errors():
             await HttpClient().get(f"http://127.0.0.1:{port}/", 5)
 
     asyncio.run(refused())
+
+
+def test_a_connection_in_use_when_the_client_closes_is_not_kept():
+    async def body(http, url):
+        asking = asyncio.create_task(http.post(f"{url}/echo", {"n": 1}, 5))
+        await asyncio.sleep(0)
+        await http.close()
+        assert (await asking)["body"] == {"n": 1}
+        assert not any(http._idle.values())
+
+    with_client(body)

@@ -54,6 +54,7 @@ class HttpClient:
     def __init__(self) -> None:
         self._idle: dict[Origin, list[_Connection]] = defaultdict(list)
         self._tls: ssl.SSLContext | None = None
+        self._is_closed = False
 
     async def post(self, url: str, body: Any, timeout_s: float, key: str | None = None) -> Any:
         """POST JSON; the decoded answer. Raises HttpStatusError for 4xx/5xx, ServiceError for anything else."""
@@ -68,7 +69,8 @@ class HttpClient:
         return await self._checked("DELETE", url, None, timeout_s, None)
 
     async def close(self) -> None:
-        """Close every idle connection."""
+        """Close every idle connection; those in use close when their request ends."""
+        self._is_closed = True
         for connections in self._idle.values():
             for connection in connections:
                 connection.abort()
@@ -103,7 +105,7 @@ class HttpClient:
         except BaseException:
             connection.abort()
             raise
-        if connection.is_reusable:
+        if connection.is_reusable and not self._is_closed:
             self._idle[origin].append(connection)
         else:
             connection.abort()

@@ -62,6 +62,7 @@ class HttpClient:
         """Raises GatewayError for a URL that is none."""
         self._origins = {url: _Origin.from_url(url) for url in urls}
         self._idle: dict[str, list[_Connection]] = {url: [] for url in urls}
+        self._is_closed = False
 
     async def request(self, method: str, url: str, path: str, body: bytes | None, timeout_s: float) -> HttpResponse:
         """Send one request to ``url`` + ``path`` and return the whole response. Raises OSError."""
@@ -75,7 +76,7 @@ class HttpClient:
         except BaseException:
             connection.abort()
             raise
-        if connection.is_reusable:
+        if connection.is_reusable and not self._is_closed:
             self._idle[url].append(connection)
         else:
             connection.abort()
@@ -83,6 +84,7 @@ class HttpClient:
 
     def close(self) -> None:
         """Close the idle connections; those in use close with their requests."""
+        self._is_closed = True
         for connections in self._idle.values():
             while connections:
                 connections.pop().abort()
