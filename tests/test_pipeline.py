@@ -41,7 +41,8 @@ def write_tiny_pipeline(directory: Path) -> Path:
     pipeline = directory / "pipeline.toml"
     pipeline.write_text(
         f'extends = "{NANO}/pipeline.toml"\nname = "tiny"\nrun_dir = "{directory}/run"\n'
-        f'[tokenizer]\nvocab_size = 1024\nsources = ["{corpus}"]\n[demonstrations]\ncalculator = 3\nshell = 3\nrepair = 3\n'
+        f'[tokenizer]\nvocab_size = 1024\nsources = ["{corpus}"]\n'
+        "[demonstrations]\ncalculator = 3\nshell = 3\nrepair = 3\n"
         "[report]\ntasks = 3\nstop_tasks = 2\n")
     return pipeline
 
