@@ -40,6 +40,8 @@ POLL_S = 0.05
 TASK_BLOCK = 64
 """Task ids fetched at once."""
 AUDIT_PERIOD_S = 10.0
+CLEANUP_S = 2.0
+"""How long a cancelled attempt may take to end its session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,7 @@ class Orchestrator:
             await asyncio.wait({running})
         finally:
             running.cancel()
+            await asyncio.wait({running}, timeout=CLEANUP_S)  # it closes its session and its connections
             attempts.discard(running)
             self.registry.get(service.service_id).running -= 1
         if running.cancelled():
