@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from glm5.process import PARENT_VARIABLE
+
 NANO = Path(__file__).parents[1] / "configs" / "nano"
 STAGES = ("pretrain", "midtrain", "dsa-warmup", "dsa-sparse", "sft")
 
@@ -38,9 +40,9 @@ def write_tiny_pipeline(directory: Path, steps: int = 4) -> Path:
 
 
 def start(pipeline: Path) -> subprocess.Popen[str]:
-    """``glm5 run`` on a pipeline file."""
+    """``glm5 run`` on a pipeline file; it dies with this process."""
     return subprocess.Popen([sys.executable, "-m", "glm5", "run", str(pipeline)], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
+                            stderr=subprocess.PIPE, text=True, env={**os.environ, PARENT_VARIABLE: str(os.getpid())})
 
 
 def processes_that_name(text: str) -> list[int]:
