@@ -34,7 +34,7 @@ class LossConfig:
     dual_clip: float = 0.0
     """ppo, icepop, tis, gspo: bound on the loss of a token of negative advantage, in advantages; 0: none."""
     reference: Literal["engine", "trainer"] = "trainer"
-    """ppo, gspo, cispo: the log-probs that the ratio is taken against, those recorded by the engine or the trainer's own
+    """ppo, gspo, cispo: the log-probs that the ratio is taken against, the engine's at sampling or the trainer's own
     at the start of the update."""
 
     def __post_init__(self) -> None:
