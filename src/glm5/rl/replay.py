@@ -20,7 +20,8 @@ from glm5.runlog import write_atomic
 from glm5.tokenizer.bpe import load_tokenizer
 
 _COLUMNS = ("episodes.episode_id, episodes.group_id, task_id, taskset, outcome, reward, episodes.reason, started_at, "
-            "duration_s, body, slot, final, excluded, multiplicity, groups.state, groups.reason, batch_id, trainer_step")
+            "duration_s, body, slot, final, excluded, multiplicity, groups.state, groups.reason, batch_id, "
+            "trainer_step")
 _QUERY = f"SELECT {_COLUMNS} FROM episodes JOIN groups USING (group_id) LEFT JOIN batches USING (batch_id)"
 
 
