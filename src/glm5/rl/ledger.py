@@ -32,6 +32,7 @@ from glm5.errors import ServiceError
 from glm5.records import Episode, Sample, to_json, trajectory_from_json
 from glm5.rl import audit
 from glm5.rl.admission import Admission, admit, group_samples, is_measured, sampled_versions
+from glm5.rl.advantages import GroupAdvantage
 
 FORMAT = 1
 _SCHEMA = """
@@ -176,7 +177,8 @@ class Ledger:
         """Groups that wait for the trainer, stale ones included."""
         return int(self._db.execute("SELECT COUNT(*) FROM groups WHERE state = 'ready'").fetchone()[0])
 
-    def lease(self, batch_groups: int, trainer_step: int) -> LeasedBatch | None:
+    def lease(self, batch_groups: int, trainer_step: int,
+              advantage: GroupAdvantage = "mean") -> LeasedBatch | None:
         """Hand out the ``batch_groups`` oldest ready groups, or None when there are fewer.
 
         First drops ready groups that are too stale, and those of a lost timeline: sampled by weights of a later step
@@ -197,7 +199,7 @@ class Ledger:
             self._db.executemany("UPDATE groups SET state = 'leased', batch_id = ? WHERE group_id = ?",
                                  [(batch_id, group_id) for (group_id,) in rows])
             self._db.executemany("INSERT INTO leases VALUES (?, ?)", [(batch_id, group_id) for (group_id,) in rows])
-            return self._load_batch(batch_id, trainer_step, [group_id for (group_id,) in rows])
+            return self._load_batch(batch_id, trainer_step, [group_id for (group_id,) in rows], advantage)
 
     def ack(self, batch_id: int, step: int) -> None:
         """Every batch leased up to ``batch_id`` is in a complete checkpoint of ``step``: its groups are trained."""
@@ -312,7 +314,8 @@ class Ledger:
         self._db.execute("UPDATE batches SET state = 'acked', acked_step = ? WHERE state = 'leased' AND batch_id <= ?",
                          (step, batch_id))
 
-    def _load_batch(self, batch_id: int, trainer_step: int, group_ids: Sequence[str]) -> LeasedBatch:
+    def _load_batch(self, batch_id: int, trainer_step: int, group_ids: Sequence[str],
+                    advantage: GroupAdvantage) -> LeasedBatch:
         samples: list[Sample] = []
         staleness: dict[str, int] = {}
         episodes = 0
@@ -321,7 +324,7 @@ class Ledger:
                 "SELECT episode_id, group_id, task_id, taskset, outcome, reward, episodes.reason, started_at, "
                 "duration_s, body, multiplicity, episodes.min_step FROM episodes JOIN groups USING (group_id) "
                 "WHERE group_id = ? AND multiplicity > 0 ORDER BY slot", (group_id,)).fetchall()
-            new = group_samples([_episode(row) for row in rows], [row[10] for row in rows])
+            new = group_samples([_episode(row) for row in rows], [row[10] for row in rows], advantage)
             oldest = {row[0]: row[11] for row in rows}
             staleness |= {sample.sample_id: trainer_step - oldest[sample.episode_id] for sample in new}
             samples += new
