@@ -49,8 +49,8 @@ def load_model(directory: str | Path, dtype: torch.dtype | None = None, device: 
 
     ``dtype`` None keeps the stored type of each tensor, and gives FP8 weights in the type that ``config.json`` names;
     the router bias is fp32 in any case. ``config_overrides`` replaces fields of ``config.json``, for example
-    ``{"num_nextn_predict_layers": 0}`` to leave the MTP layer out. Raises ConfigError or CheckpointError naming the file
-    and the key or tensor.
+    ``{"num_nextn_predict_layers": 0}`` to leave the MTP layer out. Raises ConfigError or CheckpointError naming the
+    file and the key or tensor.
     """
     model, tensors = open_checkpoint(directory, dtype, config_overrides)
     _allocate(model, tensors.specs, dtype, torch.device(device))
@@ -62,7 +62,7 @@ def open_checkpoint(directory: str | Path, dtype: torch.dtype | None = None,
                     config_overrides: Mapping[str, Any] | None = None) -> tuple[GlmMoeDsaForCausalLM, PublishedTensors]:
     """The model of a checkpoint on the meta device, and its tensors, checked against it and not yet read.
 
-    Arguments and errors as for ``load_model``; FP8 weights come in ``dtype``, or in the type that ``config.json`` names.
+    Arguments and errors as for ``load_model``; FP8 weights come in ``dtype``, or in the type of ``config.json``.
     """
     directory = Path(directory)
     config = ModelConfig.from_json_file(directory / "config.json")
@@ -102,8 +102,8 @@ def save_model(model: GlmMoeDsaForCausalLM, directory: str | Path, tokenizer_sou
         write_config(model.config.replace(dtype=stored), temporary)
         if tokenizer_source is not None:
             if not (Path(tokenizer_source) / TOKENIZER_FILES[0]).exists():
-                raise CheckpointError(f"{Path(tokenizer_source) / TOKENIZER_FILES[0]}: missing; give a directory with a "
-                                      "saved tokenizer")
+                raise CheckpointError(f"{Path(tokenizer_source) / TOKENIZER_FILES[0]}: missing; give a directory with "
+                                      "a saved tokenizer")
             copy_tokenizer(Path(tokenizer_source), temporary)
 
 
@@ -218,8 +218,8 @@ def _discard_copies(tensors: PublishedTensors, prefix: str) -> None:
         if prefix + suffix not in tensors.specs:
             continue
         if original not in tensors.specs or not torch.equal(tensors[prefix + suffix], tensors[original]):
-            raise CheckpointError(f"{tensors.file(prefix + suffix)}: tensor {prefix}{suffix} differs from {original}; this "
-                                  "architecture shares it, so the checkpoint is of another one")
+            raise CheckpointError(f"{tensors.file(prefix + suffix)}: tensor {prefix}{suffix} differs from {original}; "
+                                  "this architecture shares it, so the checkpoint is of another one")
         tensors.discard([prefix + suffix])
 
 

@@ -156,8 +156,8 @@ class ModelConfig:
                               f"{self.n_routed_experts}; lower it")
         size, rest = divmod(self.n_routed_experts, self.n_group)
         if self.n_group > 1 and (rest or size < 2):
-            raise ConfigError(f"n_group={self.n_group}: must divide n_routed_experts={self.n_routed_experts} into groups "
-                              "of at least 2")
+            raise ConfigError(f"n_group={self.n_group}: must divide n_routed_experts={self.n_routed_experts} into "
+                              "groups of at least 2")
         if self.topk_group > self.n_group:
             raise ConfigError(f"topk_group={self.topk_group} exceeds n_group={self.n_group}; lower it")
         if self.num_experts_per_tok > self.topk_group * size:
@@ -306,7 +306,8 @@ def _check_rope(parameters: Any) -> None:
         raise ConfigError(f"rope_parameters={parameters!r}: expected rope_theta, a positive number, and rope_type "
                           "'default'")
     if parameters.get("rope_type", "default") != "default":
-        raise ConfigError(f"rope_parameters: rope_type={parameters['rope_type']!r}: this architecture has only 'default'")
+        raise ConfigError(f"rope_parameters: rope_type={parameters['rope_type']!r}: this architecture has only "
+                          "'default'")
 
 
 def _is_positive(value: Any) -> bool:

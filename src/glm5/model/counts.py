@@ -89,9 +89,8 @@ def norm_parameters(config: ModelConfig) -> tuple[int, int]:
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
     """Exact numbers of parameters; the router bias, a buffer, counts apart.
 
-    ``total`` is the main model and ``with_mtp`` adds the MTP layer. ``active`` are the parameters of the main model that
-    one token passes, embedding and head included; the published sense of "active" differs, so the three others that
-    are in use stand beside it.
+    ``total`` is the main model and ``with_mtp`` adds the MTP layer. ``active`` are the parameters of the main model
+    that one token passes, embedding and head included; the other published senses of the word stand beside it.
     """
     table = matrices(config)
     main_norms, mtp_norms = norm_parameters(config)

@@ -74,8 +74,8 @@ def dequantise(values_OI: Tensor, scale_oi: Tensor, dtype: torch.dtype) -> Tenso
 class PublishedTensors(Mapping[str, Tensor]):
     """The tensors of a checkpoint by published name, FP8 weights given in ``dtype``, all others as stored.
 
-    ``specs`` describes what is given, ``quantised`` are the names that are stored in FP8, ``stored`` is the reader below.
-    Raises CheckpointError for scales that do not fit their weight.
+    ``specs`` describes what is given, ``quantised`` are the names that are stored in FP8, ``stored`` is the reader
+    below. Raises CheckpointError for scales that do not fit their weight.
     """
 
     def __init__(self, stored: ShardReader, dtype: torch.dtype) -> None:
@@ -136,8 +136,8 @@ def check_quantization_config(value: Any, source: Path) -> None:
         return
     method, block = value.get("quant_method"), value.get("weight_block_size")
     if method != "fp8" or block != [FP8_BLOCK, FP8_BLOCK]:
-        raise CheckpointError(f"{source}: quantization_config: quant_method={method!r} with weight_block_size={block!r}; "
-                              f"expected 'fp8' with [{FP8_BLOCK}, {FP8_BLOCK}]; give that or the bf16 checkpoint")
+        raise CheckpointError(f"{source}: quantization_config: quant_method={method!r} with weight_block_size="
+                              f"{block!r}; expected 'fp8' with [{FP8_BLOCK}, {FP8_BLOCK}]; give that or the bf16 checkpoint")
 
 
 def _check_scale(stored: ShardReader, name: str) -> None:
@@ -145,8 +145,8 @@ def _check_scale(stored: ShardReader, name: str) -> None:
     spec, scale = stored.specs.get(weight), stored.specs[name]
     if spec is None or spec.dtype != FP8 or len(spec.shape) != 2:
         found = f"is {spec.dtype} {list(spec.shape)}" if spec else "is missing"
-        raise CheckpointError(f"{stored.files[name]}: tensor {name} is a scale but {weight} {found}; expected a matrix of "
-                              f"{FP8}")
+        raise CheckpointError(f"{stored.files[name]}: tensor {name} is a scale but {weight} {found}; expected "
+                              f"a matrix of {FP8}")
     if scale.dtype != torch.float32 or scale.shape != scale_shape(spec.shape):
         raise CheckpointError(f"{stored.files[name]}: tensor {name} is {scale.dtype} {list(scale.shape)}; {weight} of "
                               f"shape {list(spec.shape)} needs torch.float32 {list(scale_shape(spec.shape))}")

@@ -1,8 +1,9 @@
 """Mixture of experts: sigmoid router with a selection bias, routed experts, a shared expert (DeepSeek-V3, 2.1.2).
 
 ``s = sigmoid(W x)`` in fp32; the experts with the largest ``s + bias`` are chosen, in models with groups only from the
-``topk_group`` groups whose two largest ``s + bias`` have the largest sum; their weights are ``s`` without the bias, normalised to sum 1 and scaled. The bias is a buffer that stays fp32 whatever the module is cast to (published
-values near 6.9 would lose the differences in bf16); it learns by a sign rule, ``update_router_bias``, not by gradient.
+``topk_group`` groups whose two largest ``s + bias`` have the largest sum; their weights are ``s`` without the bias,
+normalised to sum 1 and scaled. The bias is a buffer that stays fp32 whatever the module is cast to (published values
+near 6.9 would lose the differences in bf16); it learns by a sign rule, ``update_router_bias``, not by gradient.
 
 Letters: M flattened tokens, D hidden, E experts, A experts per token, F expert hidden, G = 2F, L sparse layers.
 """

@@ -62,8 +62,8 @@ class ShardReader(Mapping[str, Tensor]):
             self._read_header(path)
         for name, file_name in weight_map.items():
             if name not in self.files:
-                raise CheckpointError(f"{directory / file_name}: tensor {name} is missing though {INDEX_FILE} lists it; "
-                                      "copy or download the file again")
+                raise CheckpointError(f"{directory / file_name}: tensor {name} is missing though {INDEX_FILE} lists "
+                                      "it; copy or download the file again")
 
     def __getitem__(self, name: str) -> Tensor:
         path = self.files[name]
