@@ -202,8 +202,8 @@ def tokenizer_train(sources: Annotated[list[str], typer.Argument(help='"stdlib",
 @model_app.command("info")
 def model_info(target: Annotated[str, typer.Argument(help="A preset or a checkpoint directory.")],
                context: Annotated[int, typer.Option(help="Tokens of a sequence; 0 takes 4096 or what fits.")] = 0,
-               layout: Annotated[str, typer.Option(help="Parallel axes, such as fsdp=8,ep=8,cp=1,tp=1.")] = "",
-               sequences: Annotated[int, typer.Option(help="Sequences that a serving replica holds.")] = 1,
+               layout: Annotated[str, typer.Option(help="Parallel axes, such as fsdp=4,ep=8,cp=1,tp=1.")] = "",
+               sequences: Annotated[int, typer.Option(help="Sequences that a serving rank holds.")] = 1,
                as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
     """Parameters, cache and FLOPs of a preset or checkpoint, and memory per device for a layout."""
     from glm5.model.info import describe, find_config

@@ -137,7 +137,7 @@ def check_quantization_config(value: Any, source: Path) -> None:
     method, block = value.get("quant_method"), value.get("weight_block_size")
     if method != "fp8" or block != [FP8_BLOCK, FP8_BLOCK]:
         raise CheckpointError(f"{source}: quantization_config: quant_method={method!r} with weight_block_size="
-                              f"{block!r}; expected 'fp8' with [{FP8_BLOCK}, {FP8_BLOCK}]; give that or the bf16 checkpoint")
+                              f"{block!r}; expected 'fp8' with [{FP8_BLOCK}, {FP8_BLOCK}]; give such a one, or bf16")
 
 
 def _check_scale(stored: ShardReader, name: str) -> None:

@@ -1,9 +1,9 @@
 """Memory plan: bytes on each device for a parallel layout, in training and in serving.
 
 Weights, gradients, optimizer and cache follow exactly from the shapes and the rules below; activations are an estimate.
-A layout has fsdp x cp x tp devices. Matrices with a head axis are split over tp; routed experts over all devices (ep
-groups hold different experts, FSDP splits within), everything else over fsdp x cp. Serving has no FSDP: the fsdp axis
-holds replicas of all that is not a routed expert, and experts are split over ep.
+A layout has fsdp x ep x cp x tp devices. In training all parameters are sharded over all devices; a layer at work is
+gathered but for its experts, divided along ep, and its heads, divided along tp. In serving nothing is gathered: each
+device holds its experts, its heads and all other weights; fsdp and ep ranks have sequences of their own.
 """
 
 from __future__ import annotations
@@ -24,25 +24,23 @@ class Layout:
     """Sizes of the parallel axes."""
 
     fsdp: int = 1
-    """Data-parallel ranks that share weights, gradients and optimizer state."""
+    """Ranks with other rows and the same experts."""
     ep: int = 1
-    """Groups that hold different routed experts; divides the number of devices."""
+    """Ranks with other rows and other routed experts."""
     cp: int = 1
-    """Ranks that share the tokens of a row."""
+    """Ranks that divide the tokens of a row."""
     tp: int = 1
-    """Ranks that share the attention heads."""
+    """Ranks that divide the attention heads."""
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
             if size < 1:
                 raise ConfigError(f"layout: {name}={size}: expected at least 1")
-        if self.devices % self.ep:
-            raise ConfigError(f"layout: ep={self.ep} does not divide the {self.devices} devices of fsdp x cp x tp")
 
     @property
     def devices(self) -> int:
         """Number of devices."""
-        return self.fsdp * self.cp * self.tp
+        return self.fsdp * self.ep * self.cp * self.tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class ServingMemory:
     weights_fp8: int
     """Weights as in an FP8 checkpoint, scales included."""
     cache: int
-    """Latent and index keys of the sequences of one replica, bf16, split over cp."""
+    """Latent and index keys of the sequences of one rank, bf16, divided along cp."""
     activations: int
     """One prefill chunk at work. Estimate."""
 
@@ -89,16 +87,13 @@ def parse_layout(text: str) -> Layout:
 
 
 def training_memory(config: ModelConfig, layout: Layout, tokens: int) -> TrainingMemory:
-    """Plan for micro-batches of ``tokens`` tokens a cp group, MTP layer included."""
+    """Plan for micro-batches of ``tokens`` tokens, divided along cp; MTP layer included."""
     _check_layout(config, layout)
-    dense = layout.fsdp * layout.cp
     depths, hidden = config.num_nextn_predict_layers, config.hidden_size
-    matrix_elements = -(-depths * 2 * hidden**2 // dense)
-    for item in matrices(config):
-        ranks = layout.devices if item.is_expert or item.is_per_head else dense
-        matrix_elements += -(-item.size * (item.main + depths * item.mtp) // ranks)
     main_norms, mtp_norms = norm_parameters(config)
-    others = -(-(2 * config.vocab_size * hidden + main_norms + depths * mtp_norms) // dense)
+    matrix_elements = sum(item.size * (item.main + depths * item.mtp) for item in matrices(config))
+    matrix_elements = -(-(matrix_elements + depths * 2 * hidden**2) // layout.devices)
+    others = -(-(2 * config.vocab_size * hidden + main_norms + depths * mtp_norms) // layout.devices)
     elements = matrix_elements + others
     return TrainingMemory(4 * elements, 4 * elements, 4 * matrix_elements + 8 * others,
                           2 * 2 * _largest_layer(config, layout),
@@ -106,8 +101,8 @@ def training_memory(config: ModelConfig, layout: Layout, tokens: int) -> Trainin
 
 
 def serving_memory(config: ModelConfig, layout: Layout, context: int, sequences: int, chunk: int) -> ServingMemory:
-    """Plan for ``sequences`` sequences of ``context`` tokens a replica and prefill chunks of ``chunk`` tokens, with the
-    MTP layer."""
+    """Plan for ``sequences`` sequences of ``context`` tokens on each fsdp and ep rank, and prefill chunks of ``chunk``
+    tokens; MTP layer included."""
     _check_layout(config, layout)
     depths = config.num_nextn_predict_layers
     main_norms, mtp_norms = norm_parameters(config)
