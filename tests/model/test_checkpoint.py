@@ -121,6 +121,27 @@ def test_missing_extra_and_misshapen_tensors_are_named_with_their_file(saved: Pa
     assert str(saved) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_indexers_of_full_layers_are_required_and_those_of_shared_layers_refused(tmp_path: Path) -> None:
+    """A shared layer with weights of its own would select other keys; a full one without would select at random."""
+    model = tiny_model(num_hidden_layers=4, indexer_types=("full", "shared", "full", "shared"))
+    save_model(model, tmp_path / "model")
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    own = {name: tensor for name, tensor in tensors.items() if ".layers.2.self_attn.indexer." in name}
+    assert len(own) == 5
+    extra = {name.replace("layers.2", "layers.1"): tensor for name, tensor in own.items()}
+    save_file({**tensors, **extra}, tmp_path / "model/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected tensor model.layers.1.self_attn.indexer.\S+ \(and 4 more\)"):
+        load_model(tmp_path / "model")
+    save_file({name: tensor for name, tensor in tensors.items() if name not in own},
+              tmp_path / "model/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.layers.2.self_attn.indexer.\S+ is missing \(and 4 more\)"):
+        load_model(tmp_path / "model")
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    everywhere = ["full"] * 4
+    with pytest.raises(CheckpointError, match=r"model.layers.1.self_attn.indexer.\S+ is missing \(and 9 more\)"):
+        load_model(tmp_path / "model", config_overrides={"indexer_types": everywhere})
+
+
 def test_a_partly_missing_mtp_layer_is_an_error_and_a_wholly_missing_one_is_reported(
         saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def drop_mtp(tensors: dict[str, torch.Tensor]) -> None:
