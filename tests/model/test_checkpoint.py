@@ -128,7 +128,7 @@ def test_indexers_of_full_layers_are_required_and_those_of_shared_layers_refused
     tensors = load_file(tmp_path / "model/model.safetensors")
     own = {name: tensor for name, tensor in tensors.items() if ".layers.2.self_attn.indexer." in name}
     assert len(own) == 5
-    extra = {name.replace("layers.2", "layers.1"): tensor for name, tensor in own.items()}
+    extra = {name.replace("layers.2", "layers.1"): tensor.clone() for name, tensor in own.items()}
     save_file({**tensors, **extra}, tmp_path / "model/model.safetensors")
     with pytest.raises(CheckpointError, match=r"unexpected tensor model.layers.1.self_attn.indexer.\S+ \(and 4 more\)"):
         load_model(tmp_path / "model")

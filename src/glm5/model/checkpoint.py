@@ -215,9 +215,9 @@ def _and_more(names: list[str]) -> str:
 def _discard_copies(tensors: PublishedTensors, prefix: str) -> None:
     """Hide the MTP layer's copies of embedding and head after making sure that they are copies."""
     for suffix, original in _MTP_COPIES.items():
-        if prefix + suffix not in tensors.specs:
+        if prefix + suffix not in tensors:
             continue
-        if original not in tensors.specs or not torch.equal(tensors[prefix + suffix], tensors[original]):
+        if original not in tensors or not torch.equal(tensors[prefix + suffix], tensors[original]):
             raise CheckpointError(f"{tensors.file(prefix + suffix)}: tensor {prefix}{suffix} differs from {original}; "
                                   "this architecture shares it, so the checkpoint is of another one")
         tensors.discard([prefix + suffix])

@@ -90,9 +90,12 @@ class PublishedTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name in self.quantised:
             return dequantise(self.stored[name], self.stored[name + SCALE_SUFFIX], self._dtype)
-        if name not in self.specs:
+        if name not in self:
             raise KeyError(name)
         return self.stored[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.specs
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)

@@ -75,6 +75,9 @@ class ShardReader(Mapping[str, Tensor]):
             self._open[path] = safe_open(path, framework="pt")
         return self._open[path].get_tensor(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.specs
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
 
