@@ -23,6 +23,8 @@ model_app = typer.Typer(no_args_is_help=True, help="Model configurations and che
 app.add_typer(env_app, name="env")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(model_app, name="model")
+bench_app = typer.Typer(no_args_is_help=True, help="Measurements against other implementations.")
+app.add_typer(bench_app, name="bench")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides such as steps=100 or optimizer.lr=3e-4.")]
 Port = Annotated[int, typer.Option(help="TCP port; 0 takes a free one.")]
@@ -40,13 +42,17 @@ def run(config: Path, overrides: Overrides = None) -> None:
 
 @app.command()
 def train(config: Path, run_dir: Annotated[Path | None, typer.Option(help="Run directory.")] = None,
+          replay: Annotated[int, typer.Option(help="Run the batch of this skipped step again, row by row.")] = 0,
           overrides: Overrides = None) -> None:
     """Run one training stage up to SFT. Continues from its newest complete checkpoint."""
     from glm5.config import load_config
     from glm5.train.config import StageConfig
-    from glm5.train.stages import run_stage
+    from glm5.train.stages import replay_step, run_stage
 
     stage = load_config(StageConfig, config, overrides or [])
+    if replay:
+        _print_results(f"train --replay {replay}", replay_step(stage, run_dir or _run_dir(config, stage.name), replay))
+        return
     print(run_stage(stage, run_dir or _run_dir(config, stage.name)))
 
 
@@ -209,6 +215,17 @@ def model_info(target: Annotated[str, typer.Argument(help="A preset or a checkpo
     rows = [{"name": f"parameters.{name}", "value": value, "unit": "parameters"}
             for name, value in parameter_counts(config).items()]
     _print_results(f"model info {target}", rows, as_json)
+
+
+@bench_app.command("train")
+def bench_train(section: Annotated[list[str] | None, typer.Option(help="transformers, memory, tokens or sparse; "
+                                   "repeat for several, none for all.")] = None,
+                rounds: Annotated[int, typer.Option(help="Steps that are timed.")] = 5,
+                as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
+    """Training steps against Transformers, tokens per second by model size, sparse attention over 16K tokens."""
+    from glm5.train.benchmark import SECTIONS, Options, measure
+
+    _print_results("bench train", measure(Options(tuple(section or SECTIONS), rounds)), as_json)
 
 
 def _run_dir(config: Path, name: str) -> Path:

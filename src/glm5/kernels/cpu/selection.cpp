@@ -65,6 +65,14 @@ struct Chooser {
     }
 };
 
+// Asks for the listed rows of `size` elements before they are used: the next list is known while this one is worked on.
+GLM5_INLINE void fetch_rows(const float* rows, int64_t stride, const int32_t* list, int64_t n, int64_t size) {
+    for (int64_t i = 0; i < n; i++) {
+        const char* row = reinterpret_cast<const char*>(rows + list[i] * stride);
+        for (int64_t byte = 0; byte < size * (int64_t)sizeof(float); byte += 64) __builtin_prefetch(row + byte, 0, 2);
+    }
+}
+
 static int64_t list_range(int64_t first, int64_t last, int32_t* list) {
     for (int64_t s = first; s < last; s++) list[s - first] = (int32_t)s;
     return last - first;
@@ -147,6 +155,12 @@ GLM5_EXPORT(selected_attention)(GLM5_SELECTED_ARGUMENTS, float* out, float* log_
         for (int64_t row = begin; row < end; row++) {
             int64_t b = row / queries, t = row % queries, n = lists.count(b, t);
             const int32_t* list = lists.row(b, t);
+            if (row + 1 < end) {
+                int64_t next = (row + 1) / queries, n_next = lists.count(next, (row + 1) % queries);
+                const int32_t* following = lists.row(next, (row + 1) % queries);
+                fetch_rows(k_rows.at(next, 0, 0), k_token, following, n_next, heads * dim);
+                for (int64_t h = 0; h < heads; h++) fetch_rows(v_rows.at(next, 0, h), v_token, following, n_next, width);
+            }
             if (target) memset(target + row * room, 0, sizeof(float) * room);
             for (int64_t h = 0; h < heads; h++) {
                 float log_sum = 0.0f;
@@ -186,6 +200,14 @@ GLM5_EXPORT(selected_attention_backward)(GLM5_SELECTED_ARGUMENTS, const float* o
                 int64_t row = (b * queries + t) * heads + h, n = lists.count(b, t);
                 const int32_t* list = lists.row(b, t);
                 const float *x = q_rows.at(b, t, h), *g = dout + row * width;
+                if (t + 1 < queries) {
+                    const int32_t* next = lists.row(b, t + 1);
+                    int64_t n_next = lists.count(b, t + 1);
+                    fetch_rows(k_packed, dim, next, n_next, dim);
+                    fetch_rows(v_packed, width, next, n_next, width);
+                    fetch_rows(dk_packed, dim, next, n_next, dim);
+                    fetch_rows(dv_packed, width, next, n_next, width);
+                }
                 if (n) {
                     float delta = 0.0f;
                     for (int64_t c = 0; c < width; c++) delta += g[c] * out[row * width + c];
