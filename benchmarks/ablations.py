@@ -3,18 +3,19 @@
 ``python benchmarks/ablations.py FOLDER [--scale 1.0] [--seeds 3] [--processes 2] [--only TEXT]``
 
 Every training run is a stage with a run directory of its own below ``FOLDER/SEED/``: a run that is finished is not run
-again, one that was interrupted goes on, so the command can be stopped and started at any time. Runs that need nothing of
-each other share ``--processes`` processes of one thread. ``--scale`` multiplies the steps of every stage; at 1.0 all takes
-about 40 minutes on two idle cores. Writes ``FOLDER/ablations.md`` (a table) and prints it; the last line is one JSON
-object whose rows are ``ablation.VARIANT.METRIC``: mean over the seeds, with the smallest and largest value in the table.
+again, one that was interrupted goes on, so the command can be stopped and started at any time. Runs that need nothing
+of each other share ``--processes`` processes of one thread. ``--scale`` multiplies the steps of every stage; at 1.0 all
+takes about 40 minutes on two idle cores. Writes ``FOLDER/ablations.md`` (a table) and prints it; the last line is one
+JSON object whose rows are ``ablation.VARIANT.METRIC``: the mean over the seeds; the table has smallest and largest too.
 
 What is compared:
 
 - ``optimizer.*``: pre-training with Muon Split, plain Muon, AdamW (at its own rate, chosen on another seed).
 - ``mtp.*``: one or three multi-token steps with shared parameters; tokens kept per verification of 4 drafts.
 - ``rope.*``: mid-training on longer rows with the RoPE base raised to 1e6 or left.
-- ``dsa.*``: from the same mid-trained model, the same tokens: dense attention all along; sparse attention after the
-  indexer's warm-up only; sparse attention after sparse training. Held-out loss at 4 x ``index_topk`` tokens, and needles.
+- ``dsa.*``: from the same mid-trained model: dense attention, trained for as many tokens as sparse training has; sparse
+  attention after the indexer's warm-up only; sparse attention after sparse training. Held-out loss at 4 x
+  ``index_topk`` tokens, and needles.
 
 A needle row is held-out text with one fact at a random depth of its first half and the question at the end; counted are
 the answer's tokens that are the model's first choice, and their loss.
@@ -48,13 +49,14 @@ from glm5.tokenizer.bpe import Tokenizer, load_tokenizer, train_tokenizer
 from glm5.train.checkpoint import final_checkpoint
 from glm5.train.config import DataConfig, OptimizerConfig, ScheduleConfig, StageConfig
 from glm5.train.losses import token_logprobs
-from glm5.train.stages import run_stage
+from glm5.train.stages import held_out_batches, run_stage
 
 TOPK = preset("nano").index_topk
 LONG = 4 * TOPK
 NEEDLES = 256
 DRAFTS = 4
 RAISED = {"rope_parameters": {"rope_theta": 1_000_000, "rope_type": "default"}}
+DATA = DataConfig(sources=("stdlib",), held_out_rows=64)
 MUON = OptimizerConfig(lr=8e-3)
 LINE, FLAT = ScheduleConfig(kind="linear", final=0.25), ScheduleConfig(kind="constant")
 
@@ -83,7 +85,7 @@ def runs(scale: float, tokenizer: Path) -> tuple[Run, ...]:
     """Every run, each after the one that it needs."""
     def config(stage: str, name: str, steps: int, length: int, optimizer: OptimizerConfig, schedule: ScheduleConfig,
                mtp_steps: int = 1, recall: float = 0.0, **changes: object) -> StageConfig:
-        data = DataConfig(sources=("stdlib",), recall_fraction=recall, held_out_rows=64)
+        data = dataclasses.replace(DATA, recall_fraction=recall)
         return StageConfig(stage=stage, name=name, init="random", tokenizer=str(tokenizer), preset="nano", data=data,
                            steps=max(4, round(steps * scale)), length=length, batch_rows=8, mtp_steps=mtp_steps,
                            optimizer=optimizer, schedule=schedule, bias_rate=0.01, checkpoint_every=80, log_every=10,
@@ -92,7 +94,8 @@ def runs(scale: float, tokenizer: Path) -> tuple[Run, ...]:
     cosine = ScheduleConfig(kind="cosine", warmup_steps=min(20, max(4, round(480 * scale))), final=0.2)
     optimizers = {"split": MUON, "muon": dataclasses.replace(MUON, muon_split=False),
                   "adamw": OptimizerConfig(lr=3e-3, kind="adamw")}
-    pretrain = [Run(name, config("pretrain", name, 480, 256, optimizer, cosine)) for name, optimizer in optimizers.items()]
+    pretrain = [Run(name, config("pretrain", name, 480, 256, optimizer, cosine))
+                for name, optimizer in optimizers.items()]
     pretrain.append(Run("mtp3", config("pretrain", "mtp3", 480, 256, MUON, cosine, mtp_steps=3)))
     middle = dataclasses.replace(MUON, lr=1.6e-3)
     midtrain = [Run("raised", config("midtrain", "raised", 160, LONG, middle, LINE, recall=0.3, model=RAISED), "split"),
@@ -147,10 +150,9 @@ def train_all(folder: Path, plan: tuple[Run, ...], seeds: int, processes: int, a
             start.result()
 
 
-def needle_batches(tokenizer: Tokenizer, texts: list[str], seed: int) -> Iterator[tuple[Batch, torch.Tensor]]:
-    """Rows of LONG tokens, and where in each the answer's labels stand (bool [B, T])."""
+def needle_batches(tokenizer: Tokenizer, filler: list[int], seed: int) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """Rows of LONG tokens cut from ``filler``, and where in each the answer's labels stand (bool [B, T])."""
     generator = np.random.default_rng(seed)
-    filler = [token for text in texts for token in tokenizer.encode(text)]
     for _ in range(NEEDLES // 8):
         rows, places = [], []
         for _ in range(8):
@@ -168,18 +170,19 @@ def needle_batches(tokenizer: Tokenizer, texts: list[str], seed: int) -> Iterato
 
 
 @torch.no_grad()
-def measure_variant(variant: Variant, checkpoint: Path, run_dir: Path, texts: list[str]) -> Mapping[str, float]:
+def measure_variant(variant: Variant, checkpoint: Path, run_dir: Path) -> Mapping[str, float]:
     """The metrics of one variant and seed."""
     held_out = [event for event in read_jsonl(run_dir / "events.jsonl")
                 if event["kind"] == "held_out" and event["when"] == "final" and event["attention"] == variant.attention]
     values = {"loss": held_out[-1]["nats_per_token"], "long_loss": held_out[-1]["nats_per_token"]}
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
+    held_out_rows = held_out_batches(DATA, LONG, tokenizer, run_dir.parent / "token-cache")
+    rows_BT = torch.cat([batch.ids_BT for batch in held_out_rows])
     if "acceptance_length" in variant.metrics:
-        prompts = [tokenizer.encode(text)[:64] for text in texts[:32]]
-        values["acceptance_length"] = mtp_acceptance(model, [prompt for prompt in prompts if prompt], drafts=DRAFTS)
+        values["acceptance_length"] = mtp_acceptance(model, rows_BT[:, :64].tolist(), drafts=DRAFTS)
     if "needle_accuracy" in variant.metrics:
         right, nats, count = 0, 0.0, 0
-        for batch, answers_BT in needle_batches(tokenizer, texts, seed=7):
+        for batch, answers_BT in needle_batches(tokenizer, rows_BT.flatten().tolist(), seed=7):
             hidden_BTD = model.hidden(batch.ids_BT, batch.positions_BT, batch.documents_BT,
                                       attention=variant.attention).hidden_BTD
             hidden_MD, labels = hidden_BTD[answers_BT], batch.ids_BT.roll(-1, 1)[answers_BT]
@@ -190,7 +193,7 @@ def measure_variant(variant: Variant, checkpoint: Path, run_dir: Path, texts: li
     return {name: values[name] for name in variant.metrics}
 
 
-def measured(folder: Path, variant: Variant, seed: int, texts: list[str]) -> Mapping[str, float]:
+def measured(folder: Path, variant: Variant, seed: int) -> Mapping[str, float]:
     """``measure_variant``, kept in a file beside the run."""
     run_dir = folder / str(seed) / variant.run
     path = run_dir / f"measured.{variant.name}.json"
@@ -198,23 +201,23 @@ def measured(folder: Path, variant: Variant, seed: int, texts: list[str]) -> Map
         checkpoint = final_checkpoint(run_dir)
         if checkpoint is None:
             raise SystemExit(f"{run_dir}: not finished; run without --only first")
-        write_atomic(path, json.dumps(measure_variant(variant, checkpoint, run_dir, texts)) + "\n")
+        write_atomic(path, json.dumps(measure_variant(variant, checkpoint, run_dir)) + "\n")
     values: Mapping[str, float] = json.loads(path.read_text())
     return values
 
 
 def report(folder: Path, variants: tuple[Variant, ...], seeds: int) -> list[Row]:
     """Rows and the table ``ablations.md``."""
-    texts = [document.text for document in read_documents(("stdlib",))]
-    texts = [text for text in texts if len(text) > 4000][-64:]
+    units = {"acceptance_length": f"tokens per {DRAFTS} drafts", "needle_accuracy": "share"}
     rows, lines = [], [f"| variant | metric | mean of {seeds} seeds | smallest to largest |", "|---|---|---|---|"]
     for variant in variants:
-        of_seeds = [measured(folder, variant, seed, texts) for seed in range(seeds)]
+        of_seeds = [measured(folder, variant, seed) for seed in range(seeds)]
         for metric in variant.metrics:
             values = [value[metric] for value in of_seeds]
-            unit = {"acceptance_length": f"tokens per {DRAFTS} drafts", "needle_accuracy": "share"}.get(metric, "nats per token")
-            rows.append(Row(name=f"ablation.{variant.name}.{metric}", value=statistics.fmean(values), unit=unit, n=seeds))
-            lines.append(f"| {variant.name} | {metric} ({unit}) | {rows[-1].value:.4f} | {min(values):.4f} to {max(values):.4f} |")
+            mean, unit = statistics.fmean(values), units.get(metric, "nats per token")
+            rows.append(Row(name=f"ablation.{variant.name}.{metric}", value=mean, unit=unit, n=seeds))
+            spread = f"{min(values):.4f} to {max(values):.4f}"
+            lines.append(f"| {variant.name} | {metric} ({unit}) | {mean:.4f} | {spread} |")
     write_atomic(folder / "ablations.md", "\n".join(lines) + "\n")
     print("\n".join(lines))
     return rows

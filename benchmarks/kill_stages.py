@@ -4,10 +4,10 @@
 
 A small model goes through the stages in order, each on the checkpoint of the one before. Each stage runs twice: once
 straight, once in processes that are killed after a random time, while they load, train or write a checkpoint, until
-``--kills`` of them were hit; then to its end. Compared are all records of ``metrics.jsonl`` (times left out), every record
-of a step that was trained twice, and all weights and optimizer tensors of the last checkpoint, bit for bit. The last line
-is one JSON object with rows ``kill.STAGE.kills`` and ``kill.STAGE.differences``; exit code 1 when anything differs. About
-four minutes on an idle core.
+``--kills`` of them were hit; then to its end. Compared are all records of ``metrics.jsonl`` (times left out), every
+record of a step that was trained twice, and all weights and optimizer tensors of the last checkpoint, bit for bit. The
+last line is one JSON object with rows ``kill.STAGE.kills`` and ``kill.STAGE.differences``; exit code 1 when anything
+differs or a stage was over before all kills.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from glm5.eval.report import Row, results_object
 from glm5.model.config import preset
 from glm5.runlog import read_jsonl
 from glm5.tokenizer.bpe import train_tokenizer
+from glm5.train.checkpoint import final_checkpoint
 from glm5.train.config import RECIPES, DataConfig, OptimizerConfig, ScheduleConfig, StageConfig
 from glm5.train.stages import run_stage
 
 STAGES = tuple(RECIPES)
 LENGTH = 48
 MODEL = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2,
-         "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 6,
-         "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "index_n_heads": 16, "index_head_dim": 8,
-         "index_topk": 8, "vocab_size": 320}
+         "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 12,
+         "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "index_n_heads": 16,
+         "index_head_dim": 8, "index_topk": 8, "vocab_size": 320}
 TIMES = ("time", "tokens_per_s", "data_wait")
 """Keys of a metrics record that depend on the clock."""
 
@@ -58,16 +59,15 @@ def write_world(folder: Path) -> None:
 def stage_config(folder: Path, stage: str, steps: int) -> StageConfig:
     """The stage on this world, from the straight run of the one before."""
     position = STAGES.index(stage)
-    before = folder / "straight" / STAGES[position - 1]
-    init = str(before / "checkpoints" / json.loads((before / "final.json").read_text())["checkpoint"]) if position else "random"
+    init = str(final_checkpoint(folder / "straight" / STAGES[position - 1])) if position else "random"
     data = DataConfig(sources=(str(folder / "corpus"),), held_out_fraction=0.3, held_out_rows=4,
                       conversations=(str(folder / "conversations.jsonl"),))
     if RECIPES[stage].conversations:
         data = DataConfig(conversations=data.conversations, held_out_rows=0)
     shape = {key: value for key, value in preset("nano").replace(**MODEL).to_json().items() if key in MODEL}
     return StageConfig(stage=stage, name=stage, init=init, tokenizer=str(folder / "tokenizer"),
-                       model={} if position else shape, steps=steps, batch_rows=4, micro_rows=2, length=LENGTH, mtp_steps=2,
-                       checkpoint_every=3, data=data, optimizer=OptimizerConfig(lr=3e-3),
+                       model={} if position else shape, steps=steps, batch_rows=4, micro_rows=2, length=LENGTH,
+                       mtp_steps=2, checkpoint_every=3, data=data, optimizer=OptimizerConfig(lr=3e-3),
                        schedule=ScheduleConfig(kind="cosine", warmup_steps=5))
 
 
@@ -157,11 +157,11 @@ def main() -> None:
             kills = kill_until(config, killed, options.kills, time.monotonic() - started, generator)
             differences = count_differences(straight, killed)
             points, _ = curve(straight)
-            print(f"{stage}: {kills} kills, {len(points)} steps, {differences} differences", file=sys.stderr, flush=True)
+            print(f"{stage}: {kills} kills, {len(points)} steps, {differences} differences", file=sys.stderr)
             rows += [Row(name=f"kill.{stage}.kills", value=kills, unit="kills", goal=options.kills,
                          met=kills >= options.kills),
-                     Row(name=f"kill.{stage}.differences", value=differences, unit="steps and tensors", n=len(points), goal=0,
-                         met=differences == 0)]
+                     Row(name=f"kill.{stage}.differences", value=differences, unit="steps and tensors", n=len(points),
+                         goal=0, met=differences == 0)]
     print(json.dumps(results_object("kill_stages", rows)))
     sys.exit(not all(row.met for row in rows))
 

@@ -8,7 +8,7 @@ Invariants: results do not depend on how rows are grouped into calls except by f
 scores are resolved towards the lower position; a row without any valid key gives zeros, never NaN.
 
 Letters: B batch, T queries, S keys, M flattened tokens, P cache slots, D hidden, H heads, N/R nope/rope dims, V value
-dim, C kv latent, K key dim of attention (C + R when absorbed, N + R when expanded) or selected keys (``positions_MK``, ``positions_BTK``),
+dim, C kv latent, K key dim of attention (C + R when absorbed, N + R when expanded) or selected keys (``positions_MK``),
 J index heads, X index head dim, E experts, A experts per token, F expert hidden, G = 2F (gate rows first, then up).
 """
 

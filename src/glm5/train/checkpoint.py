@@ -133,7 +133,8 @@ def load_trainer_state(checkpoint: Path, optimizer: Optimizer) -> TrainerState:
     try:
         tensors: dict[str, Tensor] = load_file(path / "optimizer.safetensors")
         values = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        state = TrainerState(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        state = TrainerState(**{name: tuple(value) if isinstance(value, list) else value
+                                for name, value in values.items()})
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); remove {checkpoint} to continue from the checkpoint "
                               "before it") from None

@@ -239,7 +239,8 @@ class StageConfig:
                           mtp_weight=self.mtp_weight, balance_weight=self.balance_weight, bias_rate=self.bias_rate,
                           indexer_weight=self.indexer_weight)
         if self.batch_ramp.first_rows > self.batch_rows:
-            raise ConfigError(f"batch_ramp.first_rows={self.batch_ramp.first_rows} exceeds batch_rows={self.batch_rows}")
+            raise ConfigError(f"batch_ramp.first_rows={self.batch_ramp.first_rows} exceeds batch_rows="
+                              f"{self.batch_rows}")
         if self.micro_rows and self.batch_ramp.first_rows % self.micro_rows:
             raise ConfigError(f"batch_ramp.first_rows={self.batch_ramp.first_rows}: must be whole micro-batches of "
                               f"micro_rows={self.micro_rows}")

@@ -52,7 +52,8 @@ def judge(config: GuardConfig, state: TrainerState, loss: float, norms: tuple[fl
     if config.loss_rise and loss > mean_loss + config.loss_rise:
         return Verdict(f"loss {loss:.4g} is more than {config.loss_rise:g} above the mean {mean_loss:.4g}")
     if config.norm_factor and norms[0] > mean_norm * config.norm_factor:
-        return Verdict(f"gradient norm {norms[0]:.4g} is more than {config.norm_factor:g} times the mean {mean_norm:.4g}")
+        return Verdict(f"gradient norm {norms[0]:.4g} is more than {config.norm_factor:g} times the mean "
+                       f"{mean_norm:.4g}")
     return Verdict("")
 
 
@@ -100,7 +101,8 @@ def replay(run_dir: Path, step: int, objective: Objective, init: Path | None = N
             for row in range(batch.ids_BT.shape[0]) for name, value in _losses_of_row(model, objective, batch, row)]
 
 
-def _losses_of_row(model: GlmMoeDsaForCausalLM, objective: Objective, batch: Batch, row: int) -> list[tuple[str, float]]:
+def _losses_of_row(model: GlmMoeDsaForCausalLM, objective: Objective, batch: Batch,
+                   row: int) -> list[tuple[str, float]]:
     one = Batch(**{field.name: getattr(batch, field.name)[row : row + 1] for field in dataclasses.fields(Batch)})
     losses = objective(model, one, count_step(one, objective.mtp_steps))
     return [(name, float(value)) for name, value in losses.parts.items()]

@@ -60,7 +60,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """The loss that the stage is about: of the language model, else of the indexers; NaN if any loss is not finite."""
+        """The loss that the stage is about, of the language model or else of the indexers; NaN if any is not finite."""
         total = sum(self.losses.values())
         return self.losses.get("loss", self.losses.get("indexer_kl", total)) + 0.0 * total
 
@@ -163,8 +163,8 @@ class Training:
         self._log.event("step_skipped", step=self.state.step, reason=verdict.reason, grad_norm=str(result.norms.main),
                         losses={name: str(value) for name, value in result.losses.items()})
         if self.state.skipped >= self.config.guard.max_skipped:
-            raise ConfigError(f"{self.run_dir}: {self.state.skipped} steps were skipped (guard.max_skipped), the last one: "
-                              f"{verdict.reason}; lower optimizer.lr, or replay the batches in skipped/")
+            raise ConfigError(f"{self.run_dir}: {self.state.skipped} steps were skipped (guard.max_skipped), the last "
+                              f"one: {verdict.reason}; lower optimizer.lr, or replay the batches in skipped/")
 
     def _schedule_step(self) -> int:
         """Step that the schedule sees: with a time limit, the one that matches the time used if that is further on."""

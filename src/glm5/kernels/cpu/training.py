@@ -188,8 +188,8 @@ def select_positions(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float,
     batches, queries, heads, dim = q.shape
     first, last = (bound.to(torch.int32).expand(batches, queries).contiguous() for bound in (first_BT, last_BT))
     positions_BTK = torch.empty((batches, queries, k), dtype=torch.int32)
-    native()["select_positions"](q.data_ptr(), keys.data_ptr(), w.data_ptr(), first.data_ptr(), last.data_ptr(), batches,
-                                 queries, keys.shape[1], heads, dim, scale, k, positions_BTK.data_ptr(),
+    native()["select_positions"](q.data_ptr(), keys.data_ptr(), w.data_ptr(), first.data_ptr(), last.data_ptr(),
+                                 batches, queries, keys.shape[1], heads, dim, scale, k, positions_BTK.data_ptr(),
                                  torch.get_num_threads())
     return positions_BTK
 
@@ -232,9 +232,9 @@ class SelectedKl(torch.autograd.Function):
         losses_M, slope_BTK = torch.empty(q.shape[:2].numel()), torch.empty(target_BTK.shape)
         rows = torch.empty((), dtype=torch.int64)
         ctx.sizes, ctx.scale = (*q.shape[:2], k.shape[1], *q.shape[2:], positions_BTK.shape[2]), scale
-        native()["selected_kl"](q.data_ptr(), k.data_ptr(), w.data_ptr(), positions_BTK.data_ptr(), target_BTK.data_ptr(),
-                                *ctx.sizes, scale, losses_M.data_ptr(), slope_BTK.data_ptr(), rows.data_ptr(),
-                                torch.get_num_threads())
+        native()["selected_kl"](q.data_ptr(), k.data_ptr(), w.data_ptr(), positions_BTK.data_ptr(),
+                                target_BTK.data_ptr(), *ctx.sizes, scale, losses_M.data_ptr(), slope_BTK.data_ptr(),
+                                rows.data_ptr(), torch.get_num_threads())
         ctx.save_for_backward(q, k, w, positions_BTK, slope_BTK)
         return losses_M.sum() / rows.clamp_min(1)
 
@@ -272,4 +272,5 @@ def _lists(q: Tensor, k: Tensor, v: Tensor, positions_BTK: Tensor, scale: float)
     """The arguments that both functions of attention over lists share, in their C order."""
     batches, queries, heads, dim = q.shape
     return (q.data_ptr(), *q.stride()[:3], k.data_ptr(), *k.stride()[:3], v.data_ptr(), *v.stride()[:3],
-            positions_BTK.data_ptr(), positions_BTK.shape[2], batches, queries, k.shape[1], heads, dim, v.shape[3], scale)
+            positions_BTK.data_ptr(), positions_BTK.shape[2], batches, queries, k.shape[1], heads, dim, v.shape[3],
+            scale)
