@@ -186,8 +186,8 @@ static void sparse_backward(const Problem& p, Head& head, int64_t b, int64_t h, 
         slopes_of(head.weights, head.slopes, round_up(n), saved.log_sums[row], saved.delta(p, row), p.scale, nullptr);
     }
     gather(head.slopes, head.k, p.dim, head.positions, n, p.dim, dq + row * p.dim);
-    scatter(head.slopes, q, head.positions, n, p.dim, dk);
-    scatter(head.weights, g, head.positions, n, p.width, dv);
+    scatter(head.slopes, q, head.positions, n, p.dim, dk, p.dim);
+    scatter(head.weights, g, head.positions, n, p.width, dv, p.width);
 }
 
 // Rows of one head into [batch, keys, heads, size].

@@ -70,9 +70,9 @@ GLM5_INLINE void gather_tile(const float* weights, const float* rows, int64_t st
 
 // rows[position i] += weights[i] * x.
 [[maybe_unused]] static void scatter(const float* weights, const float* x, const int32_t* positions, int64_t n, int64_t size,
-                                     float* rows) {
+                                     float* rows, int64_t stride) {
     for (int64_t i = 0; i < n; i++) {
-        float *row = rows + positions[i] * size, w = weights[i];
+        float *row = rows + positions[i] * stride, w = weights[i];
         int64_t c = 0;
         for (; c + LANES <= size; c += LANES) store(row + c, load(row + c) + w * load(x + c));
         for (; c < size; c++) row[c] += w * x[c];

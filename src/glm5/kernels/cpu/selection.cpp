@@ -148,29 +148,34 @@ GLM5_EXPORT(select_positions)(const float* q, const float* k, const float* w, co
 // room] (mean over heads of the attention weights, 0 behind the list), contiguous, written whole.
 GLM5_EXPORT(selected_attention)(GLM5_SELECTED_ARGUMENTS, float* out, float* log_sums, float* target, int threads) {
     GLM5_SELECTED;
-    (void)keys;
+    int64_t pair = dim + width, stride = heads * pair;  // key and value of a head side by side, all heads of a token
+    Scratch shared(Scratch::need(batches * keys * stride));
+    float* pairs = shared.take<float>(batches * keys * stride);
+    parallel(batches * keys, 256, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++)
+            for (int64_t h = 0; h < heads; h++) {
+                memcpy(pairs + row * stride + h * pair, k_rows.at(row / keys, row % keys, h), sizeof(float) * dim);
+                memcpy(pairs + row * stride + h * pair + dim, v_rows.at(row / keys, row % keys, h), sizeof(float) * width);
+            }
+    });
     parallel(batches * queries, 64, threads, [&](int64_t begin, int64_t end) {
         Scratch scratch(Scratch::need(room + LANES));
         float* weights = scratch.take<float>(room + LANES);
         for (int64_t row = begin; row < end; row++) {
             int64_t b = row / queries, t = row % queries, n = lists.count(b, t);
             const int32_t* list = lists.row(b, t);
-            if (row + 1 < end) {
-                int64_t next = (row + 1) / queries, n_next = lists.count(next, (row + 1) % queries);
-                const int32_t* following = lists.row(next, (row + 1) % queries);
-                fetch_rows(k_rows.at(next, 0, 0), k_token, following, n_next, heads * dim);
-                for (int64_t h = 0; h < heads; h++) fetch_rows(v_rows.at(next, 0, h), v_token, following, n_next, width);
-            }
+            const float* rows = pairs + b * keys * stride;
+            if (t + 1 < queries) fetch_rows(rows, stride, lists.row(b, t + 1), lists.count(b, t + 1), stride);
             if (target) memset(target + row * room, 0, sizeof(float) * room);
             for (int64_t h = 0; h < heads; h++) {
                 float log_sum = 0.0f;
                 if (n) {
-                    dots(q_rows.at(b, t, h), k_rows.at(b, 0, h), k_token, list, n, dim, scale, weights);
+                    dots(q_rows.at(b, t, h), rows + h * pair, stride, list, n, dim, scale, weights);
                     for (int64_t i = n; i < round_up(n); i++) weights[i] = -INFINITY;
                     log_sum = softmax(weights, round_up(n));
                 }
                 log_sums[row * heads + h] = log_sum;
-                gather(weights, v_rows.at(b, 0, h), v_token, list, n, width, out + (row * heads + h) * width);
+                gather(weights, rows + h * pair + dim, stride, list, n, width, out + (row * heads + h) * width);
                 if (target)
                     for (int64_t i = 0; i < n; i++) target[row * room + i] += weights[i] / (float)heads;
             }
@@ -183,45 +188,40 @@ GLM5_EXPORT(selected_attention)(GLM5_SELECTED_ARGUMENTS, float* out, float* log_
 GLM5_EXPORT(selected_attention_backward)(GLM5_SELECTED_ARGUMENTS, const float* out, const float* log_sums, const float* dout,
                                          float* dq, float* dk, float* dv, int threads) {
     GLM5_SELECTED;
+    int64_t pair = dim + width;
     parallel(batches * heads, 1, threads, [&](int64_t begin, int64_t end) {
-        Scratch scratch(2 * Scratch::need(room + LANES) + 2 * Scratch::need(keys * dim) + 2 * Scratch::need(keys * width));
+        Scratch scratch(2 * Scratch::need(room + LANES) + 2 * Scratch::need(keys * pair));
         float *weights = scratch.take<float>(room + LANES), *slopes = scratch.take<float>(room + LANES);
-        float *k_packed = scratch.take<float>(keys * dim), *dk_packed = scratch.take<float>(keys * dim);
-        float *v_packed = scratch.take<float>(keys * width), *dv_packed = scratch.take<float>(keys * width);
+        float *pairs = scratch.take<float>(keys * pair), *sums = scratch.take<float>(keys * pair);
         for (int64_t task = begin; task < end; task++) {
             int64_t b = task / heads, h = task % heads;
             for (int64_t s = 0; s < keys; s++) {
-                memcpy(k_packed + s * dim, k_rows.at(b, s, h), sizeof(float) * dim);
-                memcpy(v_packed + s * width, v_rows.at(b, s, h), sizeof(float) * width);
+                memcpy(pairs + s * pair, k_rows.at(b, s, h), sizeof(float) * dim);
+                memcpy(pairs + s * pair + dim, v_rows.at(b, s, h), sizeof(float) * width);
             }
-            memset(dk_packed, 0, sizeof(float) * keys * dim);
-            memset(dv_packed, 0, sizeof(float) * keys * width);
+            memset(sums, 0, sizeof(float) * keys * pair);
             for (int64_t t = 0; t < queries; t++) {
                 int64_t row = (b * queries + t) * heads + h, n = lists.count(b, t);
                 const int32_t* list = lists.row(b, t);
                 const float *x = q_rows.at(b, t, h), *g = dout + row * width;
                 if (t + 1 < queries) {
-                    const int32_t* next = lists.row(b, t + 1);
-                    int64_t n_next = lists.count(b, t + 1);
-                    fetch_rows(k_packed, dim, next, n_next, dim);
-                    fetch_rows(v_packed, width, next, n_next, width);
-                    fetch_rows(dk_packed, dim, next, n_next, dim);
-                    fetch_rows(dv_packed, width, next, n_next, width);
+                    fetch_rows(pairs, pair, lists.row(b, t + 1), lists.count(b, t + 1), pair);
+                    fetch_rows(sums, pair, lists.row(b, t + 1), lists.count(b, t + 1), pair);
                 }
                 if (n) {
                     float delta = 0.0f;
                     for (int64_t c = 0; c < width; c++) delta += g[c] * out[row * width + c];
-                    dots(x, k_packed, dim, list, n, dim, scale, weights);
-                    dots(g, v_packed, width, list, n, width, 1.0f, slopes);
+                    dots(x, pairs, pair, list, n, dim, scale, weights);
+                    dots(g, pairs + dim, pair, list, n, width, 1.0f, slopes);
                     slopes_of(weights, slopes, round_up(n), log_sums[row], delta, scale, nullptr);
                 }
-                gather(slopes, k_packed, dim, list, n, dim, dq + row * dim);
-                scatter(slopes, x, list, n, dim, dk_packed);
-                scatter(weights, g, list, n, width, dv_packed);
+                gather(slopes, pairs, pair, list, n, dim, dq + row * dim);
+                scatter(slopes, x, list, n, dim, sums, pair);
+                scatter(weights, g, list, n, width, sums + dim, pair);
             }
             for (int64_t s = 0; s < keys; s++) {
-                memcpy(dk + ((b * keys + s) * heads + h) * dim, dk_packed + s * dim, sizeof(float) * dim);
-                memcpy(dv + ((b * keys + s) * heads + h) * width, dv_packed + s * width, sizeof(float) * width);
+                memcpy(dk + ((b * keys + s) * heads + h) * dim, sums + s * pair, sizeof(float) * dim);
+                memcpy(dv + ((b * keys + s) * heads + h) * width, sums + s * pair + dim, sizeof(float) * width);
             }
         }
     });
