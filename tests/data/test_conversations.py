@@ -140,7 +140,7 @@ def test_a_sample_longer_than_the_row_is_named(tokenizer: Tokenizer, tmp_path: P
         ({"messages": DEMO, "tools": {"a": 1}}, "field 'tools' is dict"),
         ({"messages": [{"role": "robot"}]}, r"demos\.jsonl:1: messages\[0\]\.role: got 'robot'"),
         ({"messages": DEMO[:1]}, r"demos\.jsonl:1: no assistant message"),
-        ({"messages": []}, "nothing to train on"),
+        ({"messages": []}, r"demos\.jsonl:1: no assistant message that is trained"),
     ],
 )
 def test_malformed_conversations_are_named(tokenizer: Tokenizer, tmp_path: Path, record: Any, words: str) -> None:

@@ -15,7 +15,7 @@ from glm5.model.checkpoint import load_model, save_model
 from glm5.model.indexer import Indexer
 from glm5.model.mla import MultiHeadLatentAttention
 from glm5.model.transformer import GlmMoeDsaForCausalLM
-from parity.compare import SHARED, TOLERANCE, distance, in_transformers, load_in_transformers
+from parity.compare import SHARED, TOLERANCE, as_mask, distance, in_transformers, load_in_transformers
 
 LENGTH = 64
 """Four times ``index_topk`` of the tiny model."""
@@ -25,7 +25,7 @@ def our_selections(model: GlmMoeDsaForCausalLM, ids: torch.Tensor) -> dict[int, 
     """Selected pairs [B, T, S] of every decoder layer."""
     found: dict[int, torch.Tensor] = {}
     handles = [layer.self_attn.register_forward_hook(
-        lambda _module, _inputs, result, number=number: found.update({number: result.selection[0]}))
+        lambda _module, _inputs, result, number=number: found.update({number: as_mask(result.selection[0], ids.shape[1])}))
         for number, layer in enumerate(model.model.layers)]
     model(ids)
     for handle in handles:
