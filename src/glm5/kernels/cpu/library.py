@@ -32,6 +32,8 @@ _SIGNATURES = {  # p pointer, n int64, f float, i int (a flag or the thread coun
     "attention_targets": _PROBLEM + "p i",
     "ragged_select": "i pp n p nnn pp n n p i",
     "ragged_attention": "i p n p nnn n pp n p n f p i",
+    "int8_linear": "p n pp nnn p i",
+    "int4_linear": "p n pp nnnn p i",
     "ragged_dsa": "i p n pp n p nnn n p n pp n n f p i",
 }
 
