@@ -23,7 +23,7 @@ _CUDA_ROWS = 17
 
 def int8_linear(x_MI: Tensor, levels_NI: Tensor, scale_N1: Tensor) -> Tensor:
     """``(round8(x) . levels) * scale * scale_of_token`` -> y_MN in the type of x. Levels int8, scale bf16."""
-    if not _is_native(x_MI, levels_NI):
+    if not _is_native(x_MI, levels_NI, scale_N1):
         return reference_int8_linear(x_MI, levels_NI, scale_N1)
     x_MI, y_MN = as_rows(x_MI), x_MI.new_empty(x_MI.shape[0], levels_NI.shape[0])
     native()["int8_linear"](x_MI.data_ptr(), x_MI.stride(0), levels_NI.data_ptr(), scale_N1.data_ptr(), x_MI.shape[0],
@@ -36,7 +36,7 @@ def int4_linear(x_MI: Tensor, words_NW: Tensor, scale_NG: Tensor, group_size: in
 
     ``group_size`` inputs share a scale (bf16), the last group may be smaller.
     """
-    if not _is_native(x_MI, words_NW):
+    if not _is_native(x_MI, words_NW, scale_NG):
         return reference_int4_linear(x_MI, words_NW, scale_NG, group_size)
     x_MI, y_MN = as_rows(x_MI), x_MI.new_empty(x_MI.shape[0], words_NW.shape[0])
     native()["int4_linear"](x_MI.data_ptr(), x_MI.stride(0), words_NW.data_ptr(), scale_NG.data_ptr(), x_MI.shape[0],
@@ -92,5 +92,6 @@ def _integer_product(a_MI: Tensor, b_NI: Tensor) -> Tensor:
     return a_MI.double() @ b_NI.double().T
 
 
-def _is_native(x: Tensor, weight: Tensor) -> bool:
-    return x.is_cpu and x.dtype is torch.float32 and weight.is_contiguous()
+def _is_native(x: Tensor, weight: Tensor, scale: Tensor) -> bool:
+    return (x.is_cpu and x.dtype is torch.float32 and scale.dtype is torch.bfloat16 and weight.is_contiguous()
+            and scale.is_contiguous())

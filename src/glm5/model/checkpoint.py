@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from glm5.errors import CheckpointError
 from glm5.model.config import ModelConfig
 from glm5.model.moe import Experts
+from glm5.model.quantize.plan import StoredFormats
+from glm5.model.quantize.projections import fit_modules
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -50,9 +52,6 @@ def load_model(directory: str | Path, dtype: torch.dtype | None = None, device: 
     """
     directory = Path(directory)
     config = ModelConfig.from_json_file(directory / "config.json")
-    if config.extra.get("quantization_config"):
-        raise CheckpointError(f"{directory / 'config.json'}: quantization_config: quantised weights cannot be loaded; "
-                              "give the bf16 checkpoint")
     tensors, files = _read_files(directory)
     prefix = f"model.layers.{config.num_hidden_layers}."
     if config_overrides and "num_nextn_predict_layers" in config_overrides:
@@ -65,6 +64,10 @@ def load_model(directory: str | Path, dtype: torch.dtype | None = None, device: 
     config = config.replace(**(config_overrides or {}))
     with torch.device("meta"):
         model = GlmMoeDsaForCausalLM(config)
+    quantization = config.extra.get("quantization_config")
+    if quantization:
+        formats = StoredFormats.from_json(quantization, str(directory / "config.json"))
+        tensors = fit_modules(model, tensors, formats)
     tensors = _without_copies(tensors, files, prefix)
     _check(state_dict_published(model), tensors, files, directory)
     _allocate(model, tensors, dtype, torch.device(device))
@@ -100,19 +103,22 @@ def save_model(model: GlmMoeDsaForCausalLM, directory: str | Path, tokenizer_sou
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def state_dict_published(model: GlmMoeDsaForCausalLM) -> dict[str, Tensor]:
-    """Every weight and router bias under its published name: views of the model's memory, experts one by one."""
+def state_dict_published(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Every weight and router bias under its published name: views of the model's memory, experts one by one.
+
+    ``model`` may be a part of a model whose published name, with a dot, is ``prefix``.
+    """
     published = {}
-    experts = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    for name, tensor in model.state_dict().items():
-        owner, _, kind = name.rpartition(".")
-        if owner not in experts:
+    for name, tensor in model.state_dict(prefix=prefix).items():
+        owner, separator, stack = name.partition("mlp.experts.")
+        if not separator:
             published[name] = tensor
             continue
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        projection, _, kind = stack.partition(".")
+        parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
         for number, matrix in enumerate(tensor):
-            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
-                published[f"{owner}.{number}.{part}.weight"] = rows
+            for part, rows in zip(parts, matrix.view(len(parts), -1, matrix.shape[-1]), strict=True):
+                published[f"{owner}{separator}{number}.{part}.{kind or 'weight'}"] = rows
     return published
 
 
@@ -151,9 +157,15 @@ def _check(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], files: M
         if target.shape != found[name].shape:
             raise CheckpointError(f"{files.get(name, place)}: tensor {name} has shape {list(found[name].shape)}, the "
                                   f"configuration gives {list(target.shape)}; correct config.json or the checkpoint")
-        if not found[name].dtype.is_floating_point or found[name].dtype.itemsize < 2:
+        if found[name].dtype != target.dtype and not (_is_wide(found[name]) and _is_wide(target)):
+            wanted = "bfloat16, float16 or float32 weights" if _is_wide(target) else f"{target.dtype}"
             raise CheckpointError(f"{files.get(name, place)}: tensor {name} has type {found[name].dtype}; expected "
-                                  "bfloat16, float16 or float32 weights")
+                                  f"{wanted}")
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    """Whether the type is one that weights can be converted from and to."""
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize >= 2
 
 
 def _and_more(names: list[str]) -> str:
