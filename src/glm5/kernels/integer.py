@@ -47,21 +47,21 @@ def int4_linear(x_MI: Tensor, words_NW: Tensor, scale_NG: Tensor, group_size: in
 
 def reference_int8_linear(x_MI: Tensor, levels_NI: Tensor, scale_N1: Tensor) -> Tensor:
     """The specification of ``int8_linear``."""
-    x_levels_MI, x_scale_M1 = quantize_tokens(x_MI)
+    x_levels_MI, x_scale_M1 = quantise_tokens(x_MI)
     sums_MN = _integer_product(x_levels_MI, levels_NI).float()
     return (sums_MN * scale_N1.float().T * x_scale_M1).to(x_MI.dtype)
 
 
 def reference_int4_linear(x_MI: Tensor, words_NW: Tensor, scale_NG: Tensor, group_size: int) -> Tensor:
     """The specification of ``int4_linear``."""
-    x_levels_MI, x_scale_M1 = quantize_tokens(x_MI)
+    x_levels_MI, x_scale_M1 = quantise_tokens(x_MI)
     levels_NI = unpack_int4(words_NW, x_MI.shape[1])
     parts = zip(x_levels_MI.split(group_size, 1), levels_NI.split(group_size, 1), scale_NG.double().T, strict=True)
     sums_MN = sum(_integer_product(x_Mi, levels_Ni).double() * scale_N for x_Mi, levels_Ni, scale_N in parts)
     return (sums_MN.float() * x_scale_M1).to(x_MI.dtype)
 
 
-def quantize_tokens(x_MI: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_tokens(x_MI: Tensor) -> tuple[Tensor, Tensor]:
     """Levels int8 [..., I] and the scale fp32 [..., 1] of each token: its largest magnitude over 127."""
     x_MI = x_MI.float()
     scale_M1 = (x_MI.abs().amax(-1, keepdim=True) / 127.0).clamp_min(_LEAST_SCALE)

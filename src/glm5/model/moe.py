@@ -1,8 +1,9 @@
 """Mixture of experts: sigmoid router with a selection bias, routed experts, a shared expert (DeepSeek-V3, 2.1.2).
 
-``s = sigmoid(W x)`` in fp32; the experts with the largest ``s + bias`` are chosen; their weights are ``s`` without the
-bias, normalised to sum 1 and scaled. The bias is a buffer that stays fp32 whatever the module is cast to (published
-values near 6.9 would lose the differences in bf16); it learns by a sign rule, ``update_router_bias``, not by gradient.
+``s = sigmoid(W x)`` in fp32; the experts with the largest ``s + bias`` are chosen, in models with groups only from the
+``topk_group`` groups whose two largest ``s + bias`` have the largest sum; their weights are ``s`` without the bias,
+normalised to sum 1 and scaled. The bias is a buffer that stays fp32 whatever the module is cast to (published values
+near 6.9 would lose the differences in bf16); it learns by a sign rule, ``update_router_bias``, not by gradient.
 
 Letters: M flattened tokens, D hidden, E experts, A experts per token, F expert hidden, G = 2F, L sparse layers.
 """
@@ -39,6 +40,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_experts, self.top_k = config.n_routed_experts, config.num_experts_per_tok
+        self.num_groups, self.top_groups = config.n_group, config.topk_group
         self.normalise, self.scaling = config.norm_topk_prob, config.routed_scaling_factor
         self.weight = nn.Parameter(torch.empty(self.num_experts, config.hidden_size))
         self.register_buffer("e_score_correction_bias", torch.zeros(self.num_experts, dtype=torch.float32))
@@ -46,11 +48,22 @@ class Router(nn.Module):
     def forward(self, x_MD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Expert ids [M, A], their weights [M, A] and all scores [M, E], the last two fp32."""
         scores_ME = nn.functional.linear(x_MD.float(), self.weight.float()).sigmoid()
-        ids_MA = (scores_ME.detach() + self.e_score_correction_bias).topk(self.top_k, dim=-1, sorted=False).indices
+        choice_ME = scores_ME.detach() + self.e_score_correction_bias
+        if self.top_groups < self.num_groups:
+            choice_ME = self._within_best_groups(choice_ME)
+        ids_MA = choice_ME.topk(self.top_k, dim=-1, sorted=False).indices
         weights_MA = scores_ME.gather(1, ids_MA)
         if self.normalise:
             weights_MA = weights_MA / (weights_MA.sum(-1, keepdim=True) + 1e-20)
         return ids_MA, weights_MA * self.scaling, scores_ME
+
+    def _within_best_groups(self, choice_ME: Tensor) -> Tensor:
+        """``choice`` with -inf outside the best groups of each token."""
+        grouped_MGe = choice_ME.unflatten(-1, (self.num_groups, -1))
+        best_MG = grouped_MGe.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1, sorted=False).indices
+        closed_MG = torch.ones(grouped_MGe.shape[:2], dtype=torch.bool, device=choice_ME.device)
+        closed_MG.scatter_(1, best_MG, False)
+        return grouped_MGe.masked_fill(closed_MG.unsqueeze(-1), -torch.inf).flatten(1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Casts and moves of ``nn.Module`` pass here: follow the device, keep the bias in fp32."""

@@ -28,6 +28,8 @@ from glm5.data.packing import Batch, RowSource, TokenDataset, batches
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import preset
+from glm5.model.quantize.fake import rounded
+from glm5.model.quantize.plan import TRAINED_FOR
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.runlog import RunLog
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
@@ -63,6 +65,7 @@ def run_stage(config: StageConfig, run_dir: Path, evaluate: Evaluate | None = No
     log = RunLog(run_dir)
     log.write_config(config)
 
+    _record_quantization(model, config)
     freeze(model, config)
     optimizer = build_optimizer(model, config.optimizer)
     state = load_trainer_state(latest, optimizer) if latest else TrainerState()
@@ -98,6 +101,14 @@ def fresh_model(config: StageConfig, tokenizer: Tokenizer) -> GlmMoeDsaForCausal
     special = {"eos_token_id": tokenizer.stop_ids, "pad_token_id": tokenizer.pad_id}
     shape = preset(config.preset).replace(**{**special, **config.model})
     return GlmMoeDsaForCausalLM(shape, generator=torch.Generator().manual_seed(config.seed))
+
+
+def _record_quantization(model: GlmMoeDsaForCausalLM, config: StageConfig) -> None:
+    """Let the checkpoints of this stage say for which export they are trained, and no longer for that of an earlier."""
+    extra = {key: value for key, value in model.config.extra.items() if key != TRAINED_FOR}
+    if config.quantization is not None:
+        extra[TRAINED_FOR] = dataclasses.asdict(config.quantization)
+    model.config = model.config.replace(extra=extra)
 
 
 def freeze(model: GlmMoeDsaForCausalLM, config: StageConfig) -> None:
@@ -143,7 +154,8 @@ def report_held_out(log: RunLog, when: str, model: GlmMoeDsaForCausalLM, config:
     text_bytes = sum(_label_bytes(batch, tokenizer) for batch in held_out)
     for attention in ("dense", "sparse") if config.recipe.trains_indexer else ("dense",):
         started = time.perf_counter()
-        result = evaluate_lm(model, held_out, attention)
+        with rounded(model, config.quantization):
+            result = evaluate_lm(model, held_out, attention)
         log.event("held_out", when=when, attention=attention, nats_per_token=result.nats_per_token,
                   bits_per_byte=result.bits_per_byte(text_bytes / max(result.tokens, 1)), tokens=result.tokens,
                   bytes=text_bytes, seconds=time.perf_counter() - started)

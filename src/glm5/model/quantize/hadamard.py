@@ -24,8 +24,8 @@ from torch import Tensor
 
 from glm5.model.config import ModelConfig
 from glm5.model.layers import Mlp, Projection, RmsNorm
-from glm5.model.mtp import DecoderLayer
 from glm5.model.moe import SparseMlp
+from glm5.model.mtp import DecoderLayer
 
 
 def hadamard(x: Tensor, block: int) -> Tensor:
@@ -66,7 +66,7 @@ def rotate_layer(layer: DecoderLayer) -> None:
 
 @torch.no_grad()
 def rotate_down(layer: DecoderLayer, block: int) -> None:
-    """Rotate the columns of every ``down_proj`` of ``layer`` in place; their inputs must then be rotated at run time."""
+    """Rotate the columns of every ``down_proj`` of ``layer`` in place; its inputs must then be rotated at run time."""
     for weight in _down_weights(layer):
         weight.copy_(hadamard(weight, block))
 

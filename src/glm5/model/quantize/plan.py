@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from glm5.errors import ConfigError
+from glm5.model.counts import FP8_BLOCK
 
 Kind = Literal["int4", "int8", "fp8"]
 Choice = Literal["none", "int4", "int8", "fp8"]
 
-FP8_BLOCK = 128
-"""Rows and columns that share one scale of an FP8 matrix."""
+TRAINED_FOR = "trained_for_quantization"
+"""Key of the ``config.json`` of a checkpoint whose training has seen its weights rounded: the plan, as an object."""
 
 FAMILIES: Mapping[str, str] = {
     "experts": r".*mlp\.experts\.\d+\.(gate|up|down)_proj$",
@@ -49,7 +50,7 @@ class WeightFormat:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizationPlan:
+class QuantisationPlan:
     """The format of each family of matrices; the defaults are W4A8 experts and W8A8 elsewhere."""
 
     experts: Choice = "int4"
@@ -71,6 +72,14 @@ class QuantizationPlan:
         for family in FAMILIES:
             if getattr(self, family) not in ("none", *_FORMATS):
                 raise ConfigError(f"{family}={getattr(self, family)!r}: expected none, int4, int8 or fp8")
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], source: str) -> QuantisationPlan:
+        """The plan of ``TRAINED_FOR``. Raises ConfigError naming ``source``."""
+        try:
+            return cls(**data)
+        except (TypeError, ConfigError) as error:
+            raise ConfigError(f"{source}: {TRAINED_FOR}: {error}; remove the key or correct it") from None
 
     def format_of(self, module: str) -> WeightFormat | None:
         """The format of the matrix of ``module`` (published name), None when it stays as it is."""
@@ -116,20 +125,11 @@ class StoredFormats:
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any], source: str) -> StoredFormats:
-        """Read a ``quantization_config``: compressed-tensors, or the ``fp8`` of the published FP8 checkpoints.
+        """Read the ``quantization_config`` of compressed-tensors.
 
         Which matrices are quantised is not read from it (published lists name tensors that do not exist) but from the
         tensors themselves. Raises ConfigError for anything that cannot be computed here.
         """
-        method = config.get("quant_method")
-        if method == "fp8":
-            if list(config.get("weight_block_size") or ()) != [FP8_BLOCK, FP8_BLOCK]:
-                raise ConfigError(f"{source}: quantization_config.weight_block_size={config.get('weight_block_size')}: "
-                                  f"expected [{FP8_BLOCK}, {FP8_BLOCK}]")
-            return cls({"fp8": WeightFormat("fp8")}, 0)
-        if method != "compressed-tensors":
-            raise ConfigError(f"{source}: quantization_config.quant_method={method!r}: expected 'compressed-tensors' or "
-                              "'fp8'; give the bf16 checkpoint")
         formats: dict[Kind, WeightFormat] = {}
         for group in config.get("config_groups", {}).values():
             found = _read_group(group, source)
@@ -138,7 +138,7 @@ class StoredFormats:
                                   "group size and one rounding of inputs for each kind")
         transforms = config.get("transform_config") or {}
         block = int((transforms.get("config_groups") or {}).get("R4", {}).get("head_dim") or 0)
-        if transforms and transforms != QuantizationPlan().to_json(block).get("transform_config"):
+        if transforms and transforms != QuantisationPlan().to_json(block).get("transform_config"):
             raise ConfigError(f"{source}: quantization_config.transform_config: only a Hadamard rotation (R4, with "
                               "head_dim) of the inputs of down_proj is implemented; export without it")
         return cls(formats, block)

@@ -1,6 +1,6 @@
 """Modules with quantised weights: real integers or e4m3 in memory, multiplied as they are.
 
-``quantize_modules`` replaces the projections and experts of a float module; ``fit_modules`` gives a model on the meta
+``quantise_modules`` replaces the projections and experts of a float module; ``fit_modules`` gives a model on the meta
 device the modules that the tensors of a directory need. Buffers have the names of the published format, so that a
 checkpoint is their state dict (with the experts one by one, as in a float checkpoint).
 
@@ -21,17 +21,20 @@ from torch import Tensor, nn
 
 from glm5.errors import CheckpointError
 from glm5.kernels import integer
+from glm5.model.counts import FP8_BLOCK
 from glm5.model.layers import Projection
 from glm5.model.moe import Experts
-from glm5.model.quantize.formats import dequantize, quantize, round_inputs
+from glm5.model.quantize.formats import dequantise, quantise, round_inputs
 from glm5.model.quantize.hadamard import hadamard
-from glm5.model.quantize.plan import FP8_BLOCK, Kind, QuantizationPlan, StoredFormats, WeightFormat
+from glm5.model.quantize.plan import Kind, QuantisationPlan, StoredFormats, WeightFormat
+from glm5.model.shards import TensorSpec
 
 _DOWN = "down_proj"
+_NEEDED_AS_FLOAT = ("kv_b_proj", "lm_head")
 _STORED_TYPES: Mapping[Kind, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-class QuantizedMatrix(nn.Module):
+class QuantisedMatrix(nn.Module):
     """A matrix [O, I], where a ``Projection`` stood, or a stack of them [..., O, I]; uninitialised on creation."""
 
     weight_scale: Tensor
@@ -51,10 +54,13 @@ class QuantizedMatrix(nn.Module):
         self.register_buffer("weight_scale", torch.empty(*stack, *scales, dtype=scale_dtype))
 
     @classmethod
-    def from_float(cls, weight: Tensor, form: WeightFormat, rotation: int = 0) -> QuantizedMatrix:
+    def from_float(cls, weight: Tensor, form: WeightFormat, rotation: int = 0) -> QuantisedMatrix:
         """The quantised form of ``weight`` [..., O, I]. Raises CheckpointError when it is not finite."""
-        matrix = cls(tuple(weight.shape), form, rotation).to(weight.device)
-        levels, scale = quantize(weight, form)
+        with weight.device:
+            matrix = cls(tuple(weight.shape), form, rotation)
+        if weight.is_meta:
+            return matrix
+        levels, scale = quantise(weight, form)
         matrix.stored.copy_(integer.pack_int4(levels) if form.kind == "int4" else levels)
         matrix.weight_scale.copy_(scale)
         return matrix
@@ -93,10 +99,10 @@ class QuantizedMatrix(nn.Module):
         return super()._apply(lambda tensor: _keep_type(fn(tensor), tensor), recurse)
 
 
-class QuantizedExperts(nn.Module):
+class QuantisedExperts(nn.Module):
     """The routed experts, stacked as in ``Experts``."""
 
-    def __init__(self, gate_up_proj: QuantizedMatrix, down_proj: QuantizedMatrix) -> None:
+    def __init__(self, gate_up_proj: QuantisedMatrix, down_proj: QuantisedMatrix) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
 
@@ -116,10 +122,10 @@ class QuantizedExperts(nn.Module):
         return (y_ND.view(M, A, -1) * weights_MA.float().unsqueeze(-1)).sum(1).to(x_MD.dtype)
 
 
-def quantize_modules(module: nn.Module, plan: QuantizationPlan, prefix: str = "", down_rotation: int = 0) -> None:
+def quantise_modules(module: nn.Module, plan: QuantisationPlan, prefix: str = "", down_rotation: int = 0) -> None:
     """Replace the projections and experts below ``module`` that ``plan`` names, by their quantised forms.
 
-    ``prefix`` is the published name of ``module`` with a dot. Raises CheckpointError naming a tensor that is not finite.
+    ``prefix`` is the published name of ``module`` with a dot. Raises CheckpointError naming one that is not finite.
     """
     for name, child in list(module.named_modules()):
         rotation = down_rotation if name.endswith(_DOWN) else 0
@@ -127,56 +133,49 @@ def quantize_modules(module: nn.Module, plan: QuantizationPlan, prefix: str = ""
             if isinstance(child, Projection):
                 form = plan.format_of(prefix + name)
                 if form is not None:
-                    module.set_submodule(name, QuantizedMatrix.from_float(child.weight.detach(), form, rotation))
+                    module.set_submodule(name, QuantisedMatrix.from_float(child.weight.detach(), form, rotation))
             elif isinstance(child, Experts):
                 form = plan.format_of(f"{prefix}{name}.0.{_DOWN}")
                 if form is not None:
                     gate_up_E2FD = child.gate_up_proj.detach().unflatten(1, (2, -1))
-                    module.set_submodule(name, QuantizedExperts(
-                        QuantizedMatrix.from_float(gate_up_E2FD, form),
-                        QuantizedMatrix.from_float(child.down_proj.detach(), form, down_rotation)))
+                    module.set_submodule(name, QuantisedExperts(
+                        QuantisedMatrix.from_float(gate_up_E2FD, form),
+                        QuantisedMatrix.from_float(child.down_proj.detach(), form, down_rotation)))
         except CheckpointError as error:
             raise CheckpointError(f"{prefix}{name}: {error}") from None
 
 
-def fit_modules(model: nn.Module, tensors: Mapping[str, Tensor], formats: StoredFormats) -> dict[str, Tensor]:
-    """Give ``model`` (meta device, float modules) the modules that ``tensors`` (published names) fill.
+def fit_modules(model: nn.Module, specs: Mapping[str, TensorSpec], formats: StoredFormats) -> None:
+    """Give ``model`` (meta device, float modules) the modules that the tensors of a directory (published names) fill.
 
-    Returns the tensors under the names of those modules. ``kv_b_proj``, which the attention needs as a float matrix, is
-    expanded to bf16. Raises CheckpointError naming a matrix whose format the configuration does not state.
+    Raises CheckpointError naming a matrix whose format the configuration does not state, or which must not be
+    quantised.
     """
-    tensors = {name.replace(".weight_scale_inv", ".weight_scale"): tensor for name, tensor in tensors.items()
-               if not name.endswith(".weight_shape")}
     for name, child in list(model.named_modules()):
+        if not isinstance(child, (Projection, Experts)):
+            continue
         first = f"{name}.0.{_DOWN}" if isinstance(child, Experts) else name
-        form = _stored_form(tensors, first, formats) if isinstance(child, (Projection, Experts)) else None
+        form = _stored_form(specs, first, formats)
         if form is None:
             continue
-        scale = tensors.get(f"{first}.weight_scale")
-        if scale is None:
+        if f"{first}.weight_scale" not in specs:
             raise CheckpointError(f"{first}.weight_scale: missing beside quantised weights; use a complete checkpoint")
         rotation = formats.down_rotation if first.endswith(_DOWN) else 0
+        scale_dtype = specs[f"{first}.weight_scale"].dtype
         with torch.device("meta"):
             if isinstance(child, Experts):
                 experts, inner, hidden = child.down_proj.mT.shape
-                model.set_submodule(name, QuantizedExperts(
-                    QuantizedMatrix((experts, 2, inner, hidden), form, 0, scale.dtype),
-                    QuantizedMatrix((experts, hidden, inner), form, rotation, scale.dtype)))
-            elif not name.endswith("kv_b_proj"):
-                model.set_submodule(name, QuantizedMatrix(tuple(child.weight.shape), form, rotation, scale.dtype))
-                continue
-        if isinstance(child, Projection):
-            stored = tensors.pop(f"{name}.weight_packed", None)
-            stored = tensors.pop(f"{name}.weight") if stored is None else stored
-            tensors[f"{name}.weight"] = _expand(stored, tensors.pop(f"{name}.weight_scale"), child.weight.shape[1],
-                                                form, torch.bfloat16)
-    return tensors
+                model.set_submodule(name, QuantisedExperts(
+                    QuantisedMatrix((experts, 2, inner, hidden), form, 0, scale_dtype),
+                    QuantisedMatrix((experts, hidden, inner), form, rotation, scale_dtype)))
+            else:
+                model.set_submodule(name, QuantisedMatrix(tuple(child.weight.shape), form, rotation, scale_dtype))
 
 
-def _stored_form(tensors: Mapping[str, Tensor], module: str, formats: StoredFormats) -> WeightFormat | None:
+def _stored_form(specs: Mapping[str, TensorSpec], module: str, formats: StoredFormats) -> WeightFormat | None:
     """The format of the tensors of ``module``, by what is there; None for a float matrix or none at all."""
-    weight = tensors.get(f"{module}.weight")
-    kind: Kind | None = "int4" if f"{module}.weight_packed" in tensors else None
+    weight = specs.get(f"{module}.weight")
+    kind: Kind | None = "int4" if f"{module}.weight_packed" in specs else None
     if kind is None and weight is not None:
         kind = next((kind for kind, dtype in _STORED_TYPES.items() if dtype == weight.dtype), None)
     if kind is None:
@@ -184,12 +183,15 @@ def _stored_form(tensors: Mapping[str, Tensor], module: str, formats: StoredForm
     if kind not in formats.by_kind:
         raise CheckpointError(f"{module}: holds {kind} weights, which quantization_config does not describe; correct "
                               "config.json")
+    if module.endswith(_NEEDED_AS_FLOAT):
+        raise CheckpointError(f"{module}: holds {kind} weights, but the attention needs this matrix itself; export it "
+                              "in bf16")
     return formats.by_kind[kind]
 
 
 def _expand(stored: Tensor, scale: Tensor, inputs: int, form: WeightFormat, dtype: torch.dtype) -> Tensor:
     levels = integer.unpack_int4(stored, inputs) if form.kind == "int4" else stored
-    return dequantize(levels, scale, form, dtype)
+    return dequantise(levels, scale, form, dtype)
 
 
 def _keep_type(moved: Tensor, before: Tensor) -> Tensor:
