@@ -119,7 +119,7 @@ class QuantisedExperts(nn.Module):
                 gate_NF, up_NF = self.gate_up_proj.multiply(x_MD[rows // A], expert).chunk(2, dim=-1)
                 y_ND[rows] = self.down_proj.multiply(F.silu(gate_NF) * up_NF, expert)
                 start += count
-        return (y_ND.view(M, A, -1) * weights_MA.float().unsqueeze(-1)).sum(1).to(x_MD.dtype)
+        return (y_ND.view(M, A, x_MD.shape[1]) * weights_MA.float().unsqueeze(-1)).sum(1).to(x_MD.dtype)
 
 
 def quantise_modules(module: nn.Module, plan: QuantisationPlan, prefix: str = "", down_rotation: int = 0) -> None:
