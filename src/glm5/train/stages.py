@@ -29,7 +29,7 @@ from glm5.errors import CheckpointError, ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import preset
 from glm5.model.quantize.fake import rounded
-from glm5.model.quantize.plan import TRAINED_FOR
+from glm5.model.quantize.plan import trained_for
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.runlog import RunLog
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
@@ -65,7 +65,7 @@ def run_stage(config: StageConfig, run_dir: Path, evaluate: Evaluate | None = No
     log = RunLog(run_dir)
     log.write_config(config)
 
-    _record_quantization(model, config)
+    model.config = trained_for(model.config, config.quantization)
     freeze(model, config)
     optimizer = build_optimizer(model, config.optimizer)
     state = load_trainer_state(latest, optimizer) if latest else TrainerState()
@@ -101,14 +101,6 @@ def fresh_model(config: StageConfig, tokenizer: Tokenizer) -> GlmMoeDsaForCausal
     special = {"eos_token_id": tokenizer.stop_ids, "pad_token_id": tokenizer.pad_id}
     shape = preset(config.preset).replace(**{**special, **config.model})
     return GlmMoeDsaForCausalLM(shape, generator=torch.Generator().manual_seed(config.seed))
-
-
-def _record_quantization(model: GlmMoeDsaForCausalLM, config: StageConfig) -> None:
-    """Let the checkpoints of this stage say for which export they are trained, and no longer for that of an earlier."""
-    extra = {key: value for key, value in model.config.extra.items() if key != TRAINED_FOR}
-    if config.quantization is not None:
-        extra[TRAINED_FOR] = dataclasses.asdict(config.quantization)
-    model.config = model.config.replace(extra=extra)
 
 
 def freeze(model: GlmMoeDsaForCausalLM, config: StageConfig) -> None:

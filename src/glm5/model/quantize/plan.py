@@ -11,12 +11,14 @@ the absorbed form of the attention multiplies from both sides. No torch here.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from glm5.errors import ConfigError
+from glm5.model.config import ModelConfig
 from glm5.model.counts import FP8_BLOCK
 
 Kind = Literal["int4", "int8", "fp8"]
@@ -113,6 +115,18 @@ class QuantisationPlan:
                     {"targets": [_ROTATED], "location": "input"},
                     {"targets": [_ROTATED], "location": "weight_input", "inverse": True}]}}}
         return config
+
+
+def trained_for(config: ModelConfig, plan: QuantisationPlan | None) -> ModelConfig:
+    """``config`` for checkpoints of a training that sees its weights rounded by ``plan``, or exact ones (None).
+
+    Raises ConfigError when the weights are integers already, which cannot be trained.
+    """
+    if "quantization_config" in config.extra:
+        raise ConfigError("quantization_config: quantised weights cannot be trained; start from the checkpoint that "
+                          "they were made from")
+    extra = {key: value for key, value in config.extra.items() if key != TRAINED_FOR}
+    return config.replace(extra=extra if plan is None else {**extra, TRAINED_FOR: dataclasses.asdict(plan)})
 
 
 @dataclass(frozen=True, slots=True)
