@@ -243,7 +243,7 @@ def quantize(source: Annotated[Path, typer.Argument(help="A float checkpoint dir
              mlp: Annotated[str, typer.Option(help="Dense layers and shared experts [int8].")] = "",
              indexer: Annotated[str, typer.Option(help="Projections of the indexer [none].")] = "",
              group_size: Annotated[int, typer.Option(help="Inputs that share an INT4 scale; 0 takes 128.")] = 0,
-             weights_only: Annotated[bool, typer.Option("--weights-only", help="Do not round inputs to 8 bits.")] = False,
+             weights_only: Annotated[bool, typer.Option("--weights-only", help="Do not round inputs.")] = False,
              rotation: Annotated[str, typer.Option(help="Hadamard rotation: none, folded or online [folded].")] = "",
              scaling: Annotated[bool | None, typer.Option(help="Search activation-aware scales [on].")] = None,
              calibration: Annotated[list[str] | None, typer.Option(help="Text as in training [stdlib].")] = None,

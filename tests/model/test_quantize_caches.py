@@ -78,7 +78,7 @@ def test_attention_over_a_rounded_cache_is_that_over_its_entries_and_near_the_ex
     read = cache.read(torch.zeros(1, 1), torch.arange(length)[None])
     got = reference.ragged_attention(q, read, *arguments)
     off = torch.cat([error_bound(x[:, :latent_dim], cache.form), x[:, latent_dim:].abs() / 256], dim=1)
-    logits_off = float(0.2 * (q.abs() @ off.T).max())  # weights move by at most exp(2 d) - 1 in sum when logits move by d
+    logits_off = float(0.2 * (q.abs() @ off.T).max())  # weights move by exp(2 d) - 1 in sum when logits move by d
     limit = off[:, :latent_dim].max() + (math.exp(2 * logits_off) - 1) * x.abs().max()
     assert 0 < (got - exact).abs().max() < limit
 

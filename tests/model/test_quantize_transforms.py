@@ -41,7 +41,8 @@ def test_hadamard_is_orthogonal_and_its_own_inverse(block: int) -> None:
 
 
 def test_blocks_are_the_largest_powers_of_two() -> None:
-    assert [block_of(*widths) for widths in ((2048,), (160,), (7,), (12288, 2048), (384, 64))] == [2048, 32, 1, 2048, 64]
+    widths = ((2048,), (160,), (7,), (12288, 2048), (384, 64))
+    assert [block_of(*group) for group in widths] == [2048, 32, 1, 2048, 64]
     assert down_block(preset("glm-5")) == 2048
 
 

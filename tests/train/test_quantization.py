@@ -52,7 +52,7 @@ def test_the_checkpoint_holds_exact_weights_and_names_its_export(world):
     with rounded(model, PLAN):
         assert not torch.equal(weight, exact)
     plain = run_stage(dataclasses.replace(config, name="plain", quantization=None), root / "plain")
-    losses = [list(read_jsonl(root / name / "metrics.jsonl"))[0]["loss"] for name in ("qat", "plain")]
+    losses = [next(iter(read_jsonl(root / name / "metrics.jsonl")))["loss"] for name in ("qat", "plain")]
     assert losses[0] != losses[1]  # the same batch and weights, rounded and not
     after = run_stage(dataclasses.replace(config, name="after", init=str(checkpoint), model={}, quantization=None),
                       root / "after")

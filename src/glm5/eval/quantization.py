@@ -7,6 +7,8 @@ plan and without transforms, which would move its weights off the levels that tr
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +17,17 @@ from typing import Any
 from torch import Tensor
 
 from glm5.data.packing import TokenDataset
+from glm5.data.sources import Document, read_documents, split_by_file
 from glm5.errors import ConfigError
 from glm5.eval.report import Row
 from glm5.model.config import ModelConfig
 from glm5.model.quantize.export import Exported, Quality, Rotation, Transforms, Variant, quantise_checkpoint
 from glm5.model.quantize.plan import FAMILIES, TRAINED_FOR, QuantisationPlan
-from glm5.tokenizer.bpe import load_tokenizer
+from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 
 _HELD_OUT_FRACTION = 0.2
+_CHARACTERS_PER_TOKEN = 8
+"""Characters that are tokenised for one token that is wanted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +67,8 @@ def quantise_directory(source: Path, target: Path, choices: Mapping[str, Any], r
     if compare:
         variants |= _comparisons(plan, transforms)
     tokenizer = load_tokenizer(source)
-    parts = [TokenDataset.from_sources(calibration.sources, tokenizer, part=part, held_out_fraction=_HELD_OUT_FRACTION)
-             for part in ("train", "held_out")]
-    ids = [_rows(part, calibration) for part in parts]
+    parts = split_by_file(read_documents(calibration.sources), _HELD_OUT_FRACTION, seed=0)
+    ids = [_rows(part, tokenizer, calibration) for part in parts]
     return _result_rows(quantise_checkpoint(source, target, variants, *ids))
 
 
@@ -81,8 +85,16 @@ def _comparisons(plan: QuantisationPlan, transforms: Transforms) -> dict[str, Va
     return variants
 
 
-def _rows(text: TokenDataset, calibration: CalibrationConfig) -> Tensor:
-    """Ids [rows, length] of full rows; fewer rows when there is less text. Raises ConfigError without any."""
+def _rows(documents: list[Document], tokenizer: Tokenizer, calibration: CalibrationConfig) -> Tensor:
+    """Ids [rows, length] of full rows of documents drawn by a fixed seed; fewer rows when there is less text.
+
+    Raises ConfigError without any.
+    """
+    random.Random(0).shuffle(documents)
+    characters = itertools.accumulate(len(document.text) for document in documents)
+    enough = _CHARACTERS_PER_TOKEN * calibration.rows * calibration.length
+    count = 1 + sum(total < enough for total in characters)  # tokenising everything would take longer than the rest
+    text = TokenDataset.from_documents(documents[:count], tokenizer)
     rows = min(calibration.rows, text.num_tokens // calibration.length)
     if not rows:
         raise ConfigError(f"calibration {list(calibration.sources)}: has {text.num_tokens} tokens on one side of the "

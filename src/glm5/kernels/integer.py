@@ -4,7 +4,8 @@ The inputs of each token are rounded to 8 bits (largest magnitude over 127, half
 weights; sums are exact in int32. On the CPU in fp32 a native form runs, bit-identical to the reference. A token with a
 NaN or an infinity gives no finite output and disturbs no other token.
 
-Letters: M tokens, N outputs, I inputs, G groups of inputs, W int32 words of eight 4-bit levels (level + 8, first lowest).
+Letters: M tokens, N outputs, I inputs, G groups of inputs, W int32 words of eight 4-bit levels, each stored as
+level + 8, the first in the lowest bits.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def _shifts(like: Tensor) -> Tensor:
 
 def _integer_product(a_MI: Tensor, b_NI: Tensor) -> Tensor:
     """Exact integer sums [M, N]: by the integer product of PyTorch where it exists, else in double, which is exact."""
-    M, I = a_MI.shape
-    if a_MI.is_cuda and M >= _CUDA_ROWS and I % 8 == 0 and b_NI.shape[0] % 8 == 0:
+    aligned = a_MI.shape[1] % 8 == 0 and b_NI.shape[0] % 8 == 0
+    if a_MI.is_cuda and a_MI.shape[0] >= _CUDA_ROWS and aligned:
         return torch._int_mm(a_MI.contiguous(), b_NI.contiguous().T)
     return a_MI.double() @ b_NI.double().T
 
