@@ -16,7 +16,6 @@ Writing goes to a temporary directory beside the target, is flushed to the disk 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -36,6 +35,7 @@ from glm5.model.quantize.plan import StoredFormats
 from glm5.model.quantize.projections import fit_modules
 from glm5.model.shards import ShardReader, ShardWriter, TensorSpec
 from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.runlog import flush_to_disk, replace_directory, temporary_path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 MAX_SHARD_BYTES = 5 * 10**9
@@ -125,7 +125,7 @@ def replacing(directory: Path) -> Iterator[Path]:
     Raises CheckpointError when the disk refuses (nothing is left half-written) or when ``directory`` is one of
     something else than a checkpoint.
     """
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(directory)
     try:
         if directory.exists() and any(directory.iterdir()) and not (directory / "config.json").exists():
             raise CheckpointError(f"{directory}: exists and has no config.json, so it is not a checkpoint to replace; "
@@ -133,8 +133,8 @@ def replacing(directory: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for path in (*temporary.iterdir(), temporary):
-            _flush(path)
-        _put_in_place(temporary, directory)
+            flush_to_disk(path)
+        replace_directory(temporary, directory)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"{directory}: cannot be written ({reason}); free space or choose another "
@@ -270,21 +270,3 @@ def _allocate(model: GlmMoeDsaForCausalLM, specs: Mapping[str, TensorSpec], dtyp
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _put_in_place(temporary: Path, directory: Path) -> None:
-    """Rename; an existing checkpoint is moved aside first and removed after."""
-    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
-    if directory.exists():
-        os.rename(directory, old)
-    os.rename(temporary, directory)
-    _flush(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
