@@ -1,9 +1,9 @@
 """From a float checkpoint to a quantised one, a decoder layer at a time.
 
 Each layer is read in fp32, its inputs on calibration tokens are recorded, rotations and scales are folded in, its
-matrices are rounded, and it is written; memory is that of one layer. Held-out tokens pass the original and the
-quantised layers side by side, so that the quality of what was written is known at the end without loading it. Variants
-(``Transforms`` and plans that are only measured) pass along in the same way.
+matrices are rounded, and it is written; memory is that of two copies of one layer and the embedding. Held-out tokens
+pass the original and the quantised layers side by side, so that the quality of what was written is known at the end
+without loading it. Variants that are only measured pass along in the same way.
 
 The target appears by one rename. Letters: B rows, T tokens, D hidden, W vocabulary, R rotary dims.
 """
@@ -28,6 +28,7 @@ from glm5.model.checkpoint import (
     state_dict_published,
     write_config,
 )
+from glm5.model.config import ModelConfig
 from glm5.model.fp8 import FP8, PublishedTensors
 from glm5.model.layers import PackedRows, rotary_tables
 from glm5.model.mla import AttentionMode
@@ -174,7 +175,7 @@ class _Passes:
         written: dict[str, Tensor] = {}
         for name, variant in self._variants.items():
             changed = self._read(number, prefix)
-            prepare_layer(changed, prefix, variant, recorder, self._model)
+            _prepare(changed, prefix, variant, recorder, self._model.config)
             if not written:
                 written = _published(changed, prefix, self._tensors)
             self._pass(name, changed)
@@ -220,15 +221,14 @@ class _Passes:
         return layer
 
 
-def prepare_layer(layer: DecoderLayer, prefix: str, variant: Variant, recorder: Recorder,
-                  model: GlmMoeDsaForCausalLM) -> None:
+def _prepare(layer: DecoderLayer, prefix: str, variant: Variant, recorder: Recorder, config: ModelConfig) -> None:
     """Transform and quantise ``layer`` (fp32) in place."""
     rotation = variant.transforms.rotation
     if rotation != "none":
         rotate_layer(layer)
     if variant.transforms.scaling:
         scale_layer(layer, prefix, variant.plan, recorder.inputs, rotated=rotation != "none")
-    block = down_block(model.config) if rotation == "online" else 0
+    block = down_block(config) if rotation == "online" else 0
     if block:
         rotate_down(layer, block)
     quantise_modules(layer, variant.plan, prefix, block)
