@@ -254,6 +254,34 @@ def bench_train(section: Annotated[list[str] | None, typer.Option(help="transfor
     _print_results("bench train", measure(Options(tuple(section or SECTIONS), rounds)), as_json)
 
 
+@app.command()
+def quantize(source: Annotated[Path, typer.Argument(help="A float checkpoint directory.")],
+             target: Annotated[Path, typer.Argument(help="Directory to write; a checkpoint there is replaced.")],
+             experts: Annotated[str, typer.Option(help="Routed experts: int4, int8, fp8 or none [int4].")] = "",
+             attention: Annotated[str, typer.Option(help="Attention projections, the same choices [int8].")] = "",
+             mlp: Annotated[str, typer.Option(help="Dense layers and shared experts [int8].")] = "",
+             indexer: Annotated[str, typer.Option(help="Projections of the indexer [none].")] = "",
+             group_size: Annotated[int, typer.Option(help="Inputs that share an INT4 scale; 0 takes 128.")] = 0,
+             weights_only: Annotated[bool, typer.Option("--weights-only", help="Do not round inputs.")] = False,
+             rotation: Annotated[str, typer.Option(help="Hadamard rotation: none, folded or online [folded].")] = "",
+             scaling: Annotated[bool | None, typer.Option(help="Search activation-aware scales [on].")] = None,
+             calibration: Annotated[list[str] | None, typer.Option(help="Text as in training [stdlib].")] = None,
+             calibration_rows: Annotated[int, typer.Option(help="Rows of calibration text.")] = 16,
+             length: Annotated[int, typer.Option(help="Tokens per row.")] = 256,
+             compare: Annotated[bool, typer.Option("--compare", help="Also measure every part alone.")] = False,
+             as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
+    """Write a checkpoint with INT4, INT8 or FP8 weights, layer by layer, and measure what it costs on held-out text."""
+    from glm5.eval.quantization import CalibrationConfig, quantise_directory
+
+    choices = {"experts": experts or None, "attention": attention or None, "mlp": mlp or None,
+               "indexer": indexer or None, "group_size": group_size or None,
+               "rounds_inputs": False if weights_only else None}
+    choices = {name: value for name, value in choices.items() if value is not None}
+    text = CalibrationConfig(sources=tuple(calibration or ("stdlib",)), rows=calibration_rows, length=length)
+    rows = quantise_directory(source, target, choices, rotation or None, scaling, text, compare)
+    _print_results(f"quantize {source} {target}", [row.to_json() for row in rows], as_json)
+
+
 RunDir = Annotated[Path, typer.Argument(help="Run directory of an RL run.")]
 TasksetFilter = Annotated[str | None, typer.Option("--taskset", help="Only this taskset.")]
 OutcomeFilter = Annotated[str | None, typer.Option("--outcome", help="Only this outcome.")]

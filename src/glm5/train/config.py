@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from glm5.errors import ConfigError
+from glm5.model.quantize.plan import QuantisationPlan
 
 StageName = Literal["pretrain", "midtrain", "dsa-warmup", "dsa-sparse", "sft"]
 Attention = Literal["dense", "sparse"]
@@ -198,6 +199,8 @@ class StageConfig:
     """Learning rate over the steps."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """The evaluation hook."""
+    quantization: QuantisationPlan | None = None
+    """Train for this export: losses and gradients are those of the rounded weights; None trains plain weights."""
     steps: int
     """Optimizer steps."""
     max_minutes: float = 0.0

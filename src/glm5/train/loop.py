@@ -24,6 +24,7 @@ from torch import Tensor
 from glm5.data.packing import Batch
 from glm5.errors import ConfigError
 from glm5.model.moe import update_router_bias
+from glm5.model.quantize.fake import rounded
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.runlog import ProgressBar, RunLog, progress_bar
 from glm5.train.checkpoint import (
@@ -136,7 +137,8 @@ class Training:
         started = time.perf_counter()
         config, state = self.config, self.state
         factor = lr_factor(config.schedule, self._schedule_step(), config.steps)
-        result, load_LE = compute_gradients(self.model, self.optimizer, self._objective, batch, config.micro_rows)
+        with rounded(self.model, config.quantization):
+            result, load_LE = compute_gradients(self.model, self.optimizer, self._objective, batch, config.micro_rows)
         verdict = judge(config.guard, state, result.loss, (result.norms.main, result.norms.indexer))
         if verdict.applies:
             self.optimizer.step(factor)
@@ -184,7 +186,8 @@ class Training:
         """Call the evaluation hook and remember whether this step is the best one."""
         assert self._evaluate is not None
         started = time.perf_counter()
-        values = self._evaluate(self.model, self.state.step)
+        with rounded(self.model, self.config.quantization):
+            values = self._evaluate(self.model, self.state.step)
         key = self.config.evaluation.metric
         if key not in values:
             raise ConfigError(f"evaluation.metric={key!r} is not measured by the hook; choose of: {', '.join(values)}")

@@ -28,6 +28,8 @@ from glm5.data.packing import Batch, RowSource, TokenDataset, collate
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import preset
+from glm5.model.quantize.fake import rounded
+from glm5.model.quantize.plan import trained_for
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.process import lock_directory
 from glm5.runlog import RunLog
@@ -73,6 +75,7 @@ def _train(config: StageConfig, run_dir: Path, evaluate: Evaluate | None) -> Pat
     log = RunLog(run_dir)
     log.write_config(config)
 
+    model.config = trained_for(model.config, config.quantization)
     freeze(model, config)
     optimizer = build_optimizer(model, config.optimizer)
     state = load_trainer_state(latest, optimizer) if latest else TrainerState()
@@ -162,7 +165,8 @@ def report_held_out(log: RunLog, when: str, model: GlmMoeDsaForCausalLM, config:
     text_bytes = sum(_label_bytes(batch, tokenizer) for batch in held_out)
     for attention in ("dense", "sparse") if config.recipe.trains_indexer else ("dense",):
         started = time.perf_counter()
-        result = evaluate_lm(model, held_out, attention)
+        with rounded(model, config.quantization):
+            result = evaluate_lm(model, held_out, attention)
         log.event("held_out", when=when, attention=attention, nats_per_token=result.nats_per_token,
                   bits_per_byte=result.bits_per_byte(text_bytes / max(result.tokens, 1)), tokens=result.tokens,
                   bytes=text_bytes, seconds=time.perf_counter() - started)
