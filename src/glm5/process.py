@@ -112,8 +112,13 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve_app(app: Any, host: str = "127.0.0.1", port: int = 0, ready_file: Path | None = None) -> None:
-    """Serve an ASGI application until SIGTERM or SIGINT; announce its URL in ``ready_file``."""
+def serve_app(app: Any, host: str = "127.0.0.1", port: int = 0, ready_file: Path | None = None,
+              grace_s: float = 2, protocol: Any = "auto") -> None:
+    """Serve an ASGI application until SIGTERM or SIGINT; announce its URL in ``ready_file``.
+
+    At the end no connection is accepted any more, and requests may run on for ``grace_s``. ``protocol`` is uvicorn's
+    name or class of the HTTP protocol.
+    """
     import uvicorn
 
     listener = bind(host, port)
@@ -121,8 +126,8 @@ def serve_app(app: Any, host: str = "127.0.0.1", port: int = 0, ready_file: Path
     if ready_file is not None:
         ready_file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(ready_file, json.dumps({"url": url, "pid": os.getpid()}))
-    settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2,
-                              timeout_keep_alive=75)
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=75,
+                              timeout_graceful_shutdown=max(1, round(grace_s)), http=protocol, server_header=False)
     uvicorn.Server(settings).run(sockets=[listener])
 
 
