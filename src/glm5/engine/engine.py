@@ -152,8 +152,11 @@ class Engine:
         params = params or SamplingParams()
         prompt = check_prompt(ids, self.vocab_size, self.max_context)
         check_sampling(params, self.vocab_size)
-        if params.grammar is not None and self._grammars is None:
-            raise InvalidRequestError("grammar: this engine has no tokenizer; start it with one, or leave it out")
+        constraint = None
+        if params.grammar is not None:
+            if self._grammars is None:
+                raise InvalidRequestError("grammar: this engine has no tokenizer; start it with one, or leave it out")
+            constraint = self._grammars.start(params.grammar)
         if self._is_closing:
             raise EngineClosedError("engine: it is shutting down; send requests to another one")
         with self._id_lock:
@@ -169,7 +172,7 @@ class Engine:
             max_new_tokens=min(params.max_new_tokens, self.max_context - len(prompt)),
             session_id=session_id,
             wants_prompt_logprobs=prompt_logprobs,
-            constraint=self._grammars.start(params.grammar) if self._grammars and params.grammar else None,
+            constraint=constraint,
         )
         generation = Generation(sequence, self.abort)
         self._post(lambda: self._enter(generation))

@@ -373,10 +373,9 @@ async def answer_events(form: Format, run: Run) -> AsyncGenerator[bytes, None]:
     try:
         async with aclosing(run.pieces()) as pieces:
             async for piece in pieces:
-                events = form.piece(piece)
-                if not has_begun:
-                    has_begun = True
-                    events = form.begin(run) + events
+                events = [] if has_begun else form.begin(run)
+                has_begun = True
+                events += form.piece(piece)
                 if events:
                     yield b"".join(events)
         yield b"".join(form.end(run))
