@@ -107,6 +107,30 @@ def serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_fi
 
 
 @app.command()
+def deploy(directory: Annotated[Path, typer.Argument(help="Checkpoint; its config.json is enough.")],
+           target: Annotated[str, typer.Option(help="vllm, sglang, ktransformers or xllm.")],
+           hardware: Annotated[str, typer.Option(help="Devices, for example 8xH200.")],
+           context: Annotated[int, typer.Option(help="Tokens that one request may have.")] = 32768,
+           goal: Annotated[str, typer.Option(help="latency or throughput.")] = "latency",
+           mtp: Annotated[bool, typer.Option(help="Draft with the MTP layer where the engine's guide does.")] = True,
+           quantization: Annotated[str, typer.Option(help="Plan for bf16, fp8, nvfp4 or w8a8 weights.")] = "",
+           host_memory_gb: Annotated[int, typer.Option(help="Memory of the machine, for offloaded experts.")] = 0,
+           threads: Annotated[int, typer.Option(help="CPU threads for offloaded experts.")] = 96,
+           as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
+    """Print the command that serves a checkpoint with another engine, and the memory that it takes."""
+    from glm5.config import build_config
+    from glm5.deploy import Wish, plan_deployment
+
+    wish = build_config(Wish, {
+        "target": target, "hardware": hardware, "context": context, "goal": goal, "mtp": mtp,
+        "quantization": quantization, "host_memory_gb": host_memory_gb, "threads": threads}, "deploy")
+    plan = plan_deployment(directory, wish)
+    print("\n".join(["", plan.command, "", *(f"# {source}" for source in plan.sources), ""]),
+          file=sys.stderr if as_json else sys.stdout)
+    _print_results(f"deploy {target}", plan.rows(), as_json)
+
+
+@app.command()
 def generate(directory: Path, prompt: str,
              max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 128,
              temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
