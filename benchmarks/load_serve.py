@@ -8,7 +8,8 @@ one at a time. A session is right when its ids are those of the count that it re
 its ids are those of the repetition. Session bodies come in few kinds of prompt, so the prefix cache is in use.
 
 Rows: ``load.sessions``, ``load.errors``, ``load.wrong_tokens``, ``load.compared``, ``load.tokens_per_s``,
-``load.first_token_s.p50`` and ``.p99``, ``load.server_rss_bytes`` (largest), ``load.cache_bytes``.
+``load.first_token_s.p50`` and ``.p99``, ``load.left_running`` (sequences at the end), ``load.cache_bytes``,
+``load.server_rss_bytes`` (largest).
 """
 
 from __future__ import annotations
@@ -53,8 +54,14 @@ class Session:
 def body_of(seed: int, model: str, tokens: int) -> dict[str, Any]:
     """The request of session ``seed``."""
     text = " ".join(_WORDS[(seed + step) % len(_WORDS)] for step in range(4 + seed % 13))
-    return {"model": model, "messages": [{"role": "user", "content": text}], "seed": seed, "max_tokens": tokens,
-            "enable_thinking": False, "return_token_ids": True}
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "seed": seed,
+        "max_tokens": tokens,
+        "enable_thinking": False,
+        "return_token_ids": True,
+    }
 
 
 async def run_session(client: httpx.AsyncClient, session: Session, model: str, tokens: int) -> None:
@@ -118,8 +125,18 @@ def server_of(directory: Path, slots: int, context: int) -> Iterator[tuple[str, 
     """URL and process id of a fresh server."""
     with tempfile.TemporaryDirectory() as root:
         ready, log = Path(root) / "ready.json", Path(root) / "serve.log"
-        arguments = ["serve", str(directory), "--port", "0", "--ready-file", str(ready), "--max-slots", str(slots),
-                     "--max-context", str(context)]
+        arguments = [
+            "serve",
+            str(directory),
+            "--port",
+            "0",
+            "--ready-file",
+            str(ready),
+            "--max-slots",
+            str(slots),
+            "--max-context",
+            str(context),
+        ]
         process = spawn(arguments, log)
         try:
             yield wait_ready(process, ready, log, 300), process.pid
@@ -165,8 +182,13 @@ def measure(url: str, pid: int | None, options: argparse.Namespace) -> list[dict
         {"name": "load.tokens_per_s", "value": produced / wall_s, "unit": "tokens/s", "n": produced},
         {"name": "load.first_token_s.p50", "value": quantile(firsts, 0.5), "unit": "s", "n": len(firsts)},
         {"name": "load.first_token_s.p99", "value": quantile(firsts, 0.99), "unit": "s", "n": len(firsts)},
-        {"name": "load.left_running", "value": stats["running"] + stats["queued"], "unit": "sequences", "goal": 0,
-         "met": stats["running"] + stats["queued"] == 0},
+        {
+            "name": "load.left_running",
+            "value": stats["running"] + stats["queued"],
+            "unit": "sequences",
+            "goal": 0,
+            "met": stats["running"] + stats["queued"] == 0,
+        },
         {"name": "load.cache_bytes", "value": stats["cache_bytes"], "unit": "bytes"},
     ]
     if pid is not None:

@@ -13,8 +13,6 @@ from glm5.errors import ConfigError
 from glm5.model.config import preset
 
 
-
-
 def checkpoint(tmp_path: Path, name: str = "GLM-5-FP8", **extra: Any) -> Path:
     directory = tmp_path / name
     directory.mkdir(exist_ok=True)
@@ -30,24 +28,50 @@ def fp8(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("wish", "flags"),
     [
-        (Wish(target="vllm", hardware="8xH200"),
-         ["--tensor-parallel-size 8", "--tool-call-parser glm47", "--reasoning-parser glm45",
-          "--speculative-config.method mtp", "--speculative-config.num_speculative_tokens 3"]),
-        (Wish(target="vllm", hardware="8xh200", goal="throughput", mtp=False),
-         ["--data-parallel-size 8", "--enable-expert-parallel"]),
-        (Wish(target="vllm", hardware="16xh200", goal="throughput"),
-         ["--data-parallel-size 16", "--data-parallel-size-local 8", "--data-parallel-backend ray"]),
-        (Wish(target="sglang", hardware="16xH100"),
-         ["--tp 16", "--speculative-algorithm EAGLE", "--nnodes 2", "--node-rank $NODE_RANK",
-          "--mem-fraction-static 0.85"]),
-        (Wish(target="sglang", hardware="8xb200", goal="throughput"),
-         ["--tp 8", "--dp 8", "--enable-dp-attention", "--moe-runner-backend flashinfer_trtllm"]),
-        (Wish(target="sglang", hardware="4xb200", quantization="nvfp4"),
-         ["--tp 4", "--quantization modelopt_fp4", "--kv-cache-dtype fp8_e4m3"]),
-        (Wish(target="ktransformers", hardware="8xrtx5090", host_memory_gb=1024),
-         ["--kt-method FP8", "--tensor-parallel-size 8", "--kt-cpuinfer 96"]),
-        (Wish(target="xllm", hardware="16xa3", quantization="w8a8"),
-         ["--nnodes=16", "--ep_size=16", "--num_speculative_tokens=3", "--communication_backend=hccl"]),
+        (
+            Wish(target="vllm", hardware="8xH200"),
+            [
+                "--tensor-parallel-size 8",
+                "--tool-call-parser glm47",
+                "--reasoning-parser glm45",
+                "--speculative-config.method mtp",
+                "--speculative-config.num_speculative_tokens 3",
+            ],
+        ),
+        (
+            Wish(target="vllm", hardware="8xh200", goal="throughput", mtp=False),
+            ["--data-parallel-size 8", "--enable-expert-parallel"],
+        ),
+        (
+            Wish(target="vllm", hardware="16xh200", goal="throughput"),
+            ["--data-parallel-size 16", "--data-parallel-size-local 8", "--data-parallel-backend ray"],
+        ),
+        (
+            Wish(target="sglang", hardware="16xH100"),
+            [
+                "--tp 16",
+                "--speculative-algorithm EAGLE",
+                "--nnodes 2",
+                "--node-rank $NODE_RANK",
+                "--mem-fraction-static 0.85",
+            ],
+        ),
+        (
+            Wish(target="sglang", hardware="8xb200", goal="throughput"),
+            ["--tp 8", "--dp 8", "--enable-dp-attention", "--moe-runner-backend flashinfer_trtllm"],
+        ),
+        (
+            Wish(target="sglang", hardware="4xb200", quantization="nvfp4"),
+            ["--tp 4", "--quantization modelopt_fp4", "--kv-cache-dtype fp8_e4m3"],
+        ),
+        (
+            Wish(target="ktransformers", hardware="8xrtx5090", host_memory_gb=1024),
+            ["--kt-method FP8", "--tensor-parallel-size 8", "--kt-cpuinfer 96"],
+        ),
+        (
+            Wish(target="xllm", hardware="16xa3", quantization="w8a8"),
+            ["--nnodes=16", "--ep_size=16", "--num_speculative_tokens=3", "--communication_backend=hccl"],
+        ),
         (Wish(target="xllm", hardware="16xa3", quantization="w8a8", goal="throughput"), ["--dp_size=2"]),
     ],
 )
@@ -116,7 +140,7 @@ def test_the_format_of_the_weights_is_read_from_the_checkpoint(tmp_path: Path) -
     unknown = checkpoint(tmp_path, "b", quantization_config={"quant_method": "awq"})
     with pytest.raises(ConfigError, match="awq"):
         plan_deployment(unknown, Wish(target="vllm", hardware="8xh200"))
-    with pytest.raises(ConfigError, match="config.json"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         plan_deployment(tmp_path / "none", Wish(target="vllm", hardware="8xh200"))
 
 

@@ -81,7 +81,7 @@ def serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_fi
           threads: Annotated[int, typer.Option(help="CPU threads of the engine; 0 takes all cores.")] = 0,
           weight_version: Annotated[int, typer.Option(help="Policy version of these weights.")] = 0,
           max_waiting: Annotated[int, typer.Option(help="Requests that may wait for a slot.")] = 4096,
-          api_key: Annotated[list[str] | None, typer.Option(help="Key that clients must send; repeat for several.")] = None,
+          api_key: Annotated[list[str] | None, typer.Option(help="Key for clients; repeat for several.")] = None,
           api_key_file: Annotated[Path | None, typer.Option(help="File with one key a line.")] = None,
           cors: Annotated[list[str] | None, typer.Option(help="Web origin that may call; * means all.")] = None,
           max_body_mib: Annotated[int, typer.Option(help="Largest request body.")] = 16,

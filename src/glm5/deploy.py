@@ -248,9 +248,15 @@ def _fit(
         return None
     nodes = math.ceil(devices / hardware.per_node)
     values = {
-        "model": shlex.quote(str(directory)), "name": shlex.quote(directory.resolve().name or "glm-5"),
-        "devices": devices, "per_node": hardware.per_node, "nodes": nodes, "context": wish.context,
-        "fraction": variant.fraction, "threads": wish.threads, "numa_nodes": wish.numa_nodes,
+        "model": shlex.quote(str(directory)),
+        "name": shlex.quote(directory.resolve().name or "glm-5"),
+        "devices": devices,
+        "per_node": hardware.per_node,
+        "nodes": nodes,
+        "context": wish.context,
+        "fraction": variant.fraction,
+        "threads": wish.threads,
+        "numa_nodes": wish.numa_nodes,
         "gpu_experts": gpu_experts,
     }
     return Plan(
@@ -260,9 +266,11 @@ def _fit(
         reserve=hardware.memory_gb * 1e9 - budget,
         cache_tokens=int(cache // sizes.token),
         host=host,
-        sources=tuple(dict.fromkeys(
-            [target.source, variant.source, *target.nodes_flags(wish.goal)[1:][: nodes - 1], hardware.source]
-        )),
+        sources=tuple(
+            dict.fromkeys(
+                [target.source, variant.source, *target.nodes_flags(wish.goal)[1:][: nodes - 1], hardware.source]
+            )
+        ),
     )
 
 
@@ -282,6 +290,7 @@ def _command(target: Target, variant: Variant, wish: Wish, values: dict[str, Any
 
 def _allowed(target: Target, hardware: Hardware, config: ModelConfig) -> list[int]:
     """Device counts that divide heads and experts, and fill machines when there are several."""
+
     def fits(devices: int) -> bool:
         divides = config.num_attention_heads % devices == 0 and config.n_routed_experts % devices == 0
         is_one_machine = devices <= hardware.per_node
@@ -302,11 +311,14 @@ def _refusal(
     """One line: what does not fit and what would."""
     enough = next((devices for devices in allowed if attempt(devices) is not None), None)
     advice = (
-        f"use {enough} x {name}" if enough is not None
+        f"use {enough} x {name}"
+        if enough is not None
         else f"no number of them does; give --host-memory-gb (the experts take {sizes.experts / 1e9:.0f} GB)"
-        if wish.target == "ktransformers" else "no number of them does; choose other hardware, fewer bits or a shorter --context"
+        if wish.target == "ktransformers"
+        else "no number of them does; choose other hardware, fewer bits or a shorter --context"
     )
-    need = f"{(sizes.experts + sizes.rest) / 1e9:.0f} GB of {variant.quantization} weights and {wish.context} tokens of cache"
+    weights_gb = (sizes.experts + sizes.rest) / 1e9
+    need = f"{weights_gb:.0f} GB of {variant.quantization} weights and {wish.context} tokens of cache"
     if count not in allowed:
         return f"{count} x {name}: {count} devices cannot share the model evenly ({need}); {advice}"
     return f"{count} x {name}: {need} do not fit; {advice}"
@@ -338,4 +350,6 @@ def _quantization_of(directory: Path) -> str:
         return "fp8"
     if "NVFP4" in algorithm.upper():
         return "nvfp4"
-    raise ConfigError(f"{directory}/config.json: quantization {method or algorithm!r} has no recipe; give --quantization")
+    raise ConfigError(
+        f"{directory}/config.json: quantization {method or algorithm!r} has no recipe; give --quantization"
+    )

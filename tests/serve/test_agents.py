@@ -58,8 +58,14 @@ def test_mini_swe_agent_solves_a_task_in_both_modes(tmp_path: Path) -> None:
     engines = {
         kind: ScriptedEngine(TOKENIZER, [write(command) for command in COMMANDS]) for kind, (_, write) in MODES.items()
     }
-    variables = {**os.environ, "MSWEA_CONFIGURED": "true", "MSWEA_SILENT_STARTUP": "1", "HOME": str(tmp_path),
-                 "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path / "mswea"), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    variables = {
+        **os.environ,
+        "MSWEA_CONFIGURED": "true",
+        "MSWEA_SILENT_STARTUP": "1",
+        "HOME": str(tmp_path),
+        "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path / "mswea"),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
     with ExitStack() as stack:
         words: list[str] = []
         for kind, engine in engines.items():

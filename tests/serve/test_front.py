@@ -58,10 +58,22 @@ def guarded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     root = tmp_path_factory.mktemp("guarded")
     (root / "keys").write_text("second-key\n\n")
     flags = {
-        "--api-key": KEY, "--api-key-file": root / "keys", "--cors": "https://app.example", "--max-body-mib": 1,
-        "--max-concurrent": 4, "--max-slots": 2, "--max-waiting": 1, "--max-context": 400, "--threads": 1,
-        "--header-timeout": 4, "--body-timeout": 4, "--request-timeout": 30, "--shutdown-timeout": 1,
-        "--access-log": root / "access.jsonl", "--port": 0, "--ready-file": root / "ready.json",
+        "--api-key": KEY,
+        "--api-key-file": root / "keys",
+        "--cors": "https://app.example",
+        "--max-body-mib": 1,
+        "--max-concurrent": 4,
+        "--max-slots": 2,
+        "--max-waiting": 1,
+        "--max-context": 400,
+        "--threads": 1,
+        "--header-timeout": 4,
+        "--body-timeout": 4,
+        "--request-timeout": 30,
+        "--shutdown-timeout": 1,
+        "--access-log": root / "access.jsonl",
+        "--port": 0,
+        "--ready-file": root / "ready.json",
     }
     arguments = [str(word) for pair in flags.items() for word in pair]
     process = spawn(["serve", str(checkpoint), *arguments], root / "serve.log", {"OMP_NUM_THREADS": "1"})
@@ -116,8 +128,11 @@ def test_request_ids_are_echoed_or_made_up(guarded: Guarded) -> None:
 
 
 def test_browsers_of_allowed_origins_may_call(guarded: Guarded) -> None:
-    ask = {"origin": "https://app.example", "access-control-request-method": "POST",
-           "access-control-request-headers": "authorization"}
+    ask = {
+        "origin": "https://app.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
     path = "/v1/chat/completions"
     found = guarded.client.options(path, headers=ask)
     assert found.status_code == 200 and found.headers["access-control-allow-origin"] == "https://app.example"
@@ -189,7 +204,9 @@ def test_a_client_that_leaves_mid_stream_frees_its_slot_and_nobody_else_notices(
     with ThreadPoolExecutor(1) as threads:
         beside = threads.submit(guarded.post, "/v1/completions", body)
         with guarded.client.stream(
-            "POST", "/v1/messages", headers=HEADERS,
+            "POST",
+            "/v1/messages",
+            headers=HEADERS,
             json={"model": MODEL, "max_tokens": 300, "messages": [{"role": "user", "content": "hi"}], "stream": True},
         ) as leaving:
             next(leaving.iter_bytes())
@@ -219,8 +236,20 @@ def test_the_description_names_every_route(guarded: Guarded) -> None:
 
 
 def test_running_answers_may_finish_after_a_sigterm_and_late_ones_are_cut(checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ["serve", str(checkpoint), "--port", "0", "--ready-file", str(tmp_path / "ready.json"), "--threads", "1",
-                 "--shutdown-timeout", "20", "--max-slots", "2"]
+    arguments = [
+        "serve",
+        str(checkpoint),
+        "--port",
+        "0",
+        "--ready-file",
+        str(tmp_path / "ready.json"),
+        "--threads",
+        "1",
+        "--shutdown-timeout",
+        "20",
+        "--max-slots",
+        "2",
+    ]
     process = spawn(arguments, tmp_path / "log", {"OMP_NUM_THREADS": "1"})
     try:
         url = wait_ready(process, tmp_path / "ready.json", tmp_path / "log", 60)
@@ -239,8 +268,13 @@ def test_running_answers_may_finish_after_a_sigterm_and_late_ones_are_cut(checkp
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_body_bytes": 0}, {"body_timeout_s": 0}, {"header_timeout_s": float("nan")}, {"api_keys": ("",)},
-     {"response_memory_bytes": -1}],
+    [
+        {"max_body_bytes": 0},
+        {"body_timeout_s": 0},
+        {"header_timeout_s": float("nan")},
+        {"api_keys": ("",)},
+        {"response_memory_bytes": -1},
+    ],
 )
 def test_wrong_settings_are_one_line(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -30,8 +30,8 @@ from glm5.engine.grammar import Grammars
 from glm5.errors import CheckpointError, Glm5Error
 from glm5.process import bind, serve_app
 from glm5.records import SamplingParams
-from glm5.serve.anthropic import count_tokens, parse_message
 from glm5.serve.answer import Format, Run, answer_events, answer_whole
+from glm5.serve.anthropic import count_tokens, parse_message
 from glm5.serve.chat import parse_chat
 from glm5.serve.completions import parse_completion
 from glm5.serve.config import ServeConfig
@@ -262,7 +262,9 @@ class Api:
 
     async def embeddings(self, request: Request) -> Response:
         """Refused: the models of this family have no embedding head."""
-        raise ApiError(400, f"The model `{self._model_name}` does not do embeddings; use another", "unsupported", "model")
+        raise ApiError(
+            400, f"The model `{self._model_name}` does not do embeddings; use another", "unsupported", "model"
+        )
 
     async def messages(self, request: Request) -> Response:
         """Anthropic messages."""

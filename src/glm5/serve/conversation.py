@@ -54,9 +54,7 @@ class Conversation:
 
     def render(self, tokenizer: Tokenizer) -> list[int]:
         """The prompt. Raises DataError for a message that the chat format cannot express."""
-        return tokenizer.render(
-            self.messages, self.declared_tools, True, self.enable_thinking, self.clear_thinking
-        ).ids
+        return tokenizer.render(self.messages, self.declared_tools, True, self.enable_thinking, self.clear_thinking).ids
 
     def grammar(self, tokenizer: Tokenizer) -> str | None:
         """The grammar of the answer; None when it is free. Raises ApiError for a choice that cannot be met."""

@@ -179,7 +179,10 @@ def parse_sampling(data: dict[str, Any]) -> SamplingParams:
     for name in data:
         if name not in _TOKEN_FIELDS:
             raise ApiError(
-                400, f"sampling_params.{name}: unknown; known names: {', '.join(_TOKEN_FIELDS)}", "invalid_request", name
+                400,
+                f"sampling_params.{name}: unknown; known names: {', '.join(_TOKEN_FIELDS)}",
+                "invalid_request",
+                name,
             )
     stop_ids = field(data, "stop_token_ids", list)
     if stop_ids is not None and not all(type(item) is int for item in stop_ids):
