@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from glm5.engine.config import EngineConfig
 from glm5.engine.generation import Generation
@@ -36,6 +36,7 @@ from glm5.serve.chat import parse_chat
 from glm5.serve.completions import parse_completion
 from glm5.serve.config import ServeConfig
 from glm5.serve.connection import deadline_protocol
+from glm5.serve.events import CLIENT_GONE, open_stream, token_events, unless_gone
 from glm5.serve.front import Front, error_response
 from glm5.serve.memory import Remembered, ResponseMemory
 from glm5.serve.metrics import Metrics
@@ -47,33 +48,8 @@ from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 if TYPE_CHECKING:  # the engine module loads torch
     from glm5.engine.engine import Engine
 
-T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 _PING_S = 10.0
-_CLIENT_GONE = 499
-
-
-class EventStream(Response):
-    """Server-sent events, of which ``first`` has been read; the source is closed when the client disconnects."""
-
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self._first, self._events = first, events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the source ends or the client leaves."""
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await _unless_gone(receive, self._send_all(send))
-        finally:
-            await self._events.aclose()
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Api:
@@ -121,10 +97,10 @@ class Api:
         request.state.sequences = [generation.sequence]
         timeout_s = self._config.request_timeout_s
         if wanted.stream:
-            return await _stream(request, _token_events(generation, timeout_s))
-        done = await _unless_gone(request.receive, generation.wait(timeout_s))
+            return await open_stream(request, token_events(generation, timeout_s))
+        done = await unless_gone(request.receive, generation.wait(timeout_s))
         if done is None:
-            return Response(status_code=_CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
         body: dict[str, Any] = {
             "output_ids": done.output_ids,
             "weight_versions": done.weight_versions,
@@ -290,9 +266,9 @@ class Api:
         run = Run(wanted, self._tokenizer, await self._start(form), self._config.request_timeout_s)
         request.state.sequences = run.sequences
         if wanted.stream:
-            return await _stream(request, answer_events(form, run))
-        body = await _unless_gone(request.receive, answer_whole(form, run))
-        return Response(status_code=_CLIENT_GONE) if body is None else _json(body)
+            return await open_stream(request, answer_events(form, run))
+        body = await unless_gone(request.receive, answer_whole(form, run))
+        return Response(status_code=CLIENT_GONE) if body is None else _json(body)
 
     async def _start(self, form: Format) -> list[Generation]:
         """One generation for each answer; all or none."""
@@ -380,53 +356,6 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, directory: Path) -> 
             f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, the model only {vocab_size} rows; "
             "put the model's own tokenizer.json there"
         )
-
-
-async def _token_events(generation: Generation, timeout_s: float) -> AsyncGenerator[bytes, None]:
-    """Events of a streaming ``/generate``. Raises the first EngineError before the first event; later it is one."""
-    has_begun = False
-    try:
-        async with aclosing(generation.stream(timeout_s)) as chunks:
-            async for chunk in chunks:
-                has_begun = True
-                yield b"data: " + dump(asdict(chunk)) + b"\n\n"
-        yield b"data: [DONE]\n\n"
-    except Glm5Error as error:
-        if not has_begun:
-            raise
-        yield b"data: " + dump(to_api_error(error).body("")) + b"\n\n"
-    finally:
-        generation.abort()
-
-
-async def _stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """``events`` as a response that begins with the first of them. Raises what they raise before it."""
-
-    async def read_first() -> bytes:
-        return await anext(events)
-
-    first = await _unless_gone(request.receive, read_first())
-    return Response(status_code=_CLIENT_GONE) if first is None else EventStream(first, events)
-
-
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Result of ``work``; None, with ``work`` cancelled, when the client disconnects first."""
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return None
-    finally:
-        watcher.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
 
 
 def _owner(request: Request) -> str:
