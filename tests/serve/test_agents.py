@@ -75,7 +75,7 @@ def test_mini_swe_agent_solves_a_task_in_both_modes(tmp_path: Path) -> None:
             [sys.executable, "-c", DRIVER, *words], env=variables, capture_output=True, text=True, timeout=300
         )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["Submitted", "Submitted"]
+    assert done.stdout.split().count("Submitted") == 2, done.stdout
     for kind, engine in engines.items():
         assert (tmp_path / kind / "answer.txt").read_text().strip() == "2"
         assert len(engine.prompts) == len(COMMANDS)

@@ -97,6 +97,12 @@ def test_a_tool_without_properties_takes_none_unless_it_allows_others() -> None:
     assert accepts(call("f"), free) and accepts(call("f", a="1", b="x y"), free)
 
 
+@pytest.mark.parametrize("broken", [{"anyOf": 3}, 7, None, {"type": {}}, {"enum": "x"}, {"$ref": "#/nowhere"}])
+def test_a_broken_argument_schema_is_read_as_text_or_refused(broken: Any) -> None:
+    rules = grammar(tools=[tool("f", properties={"a": broken}, required=["a"])], choice=ToolChoice(mode="required"))
+    assert accepts(call("f", a="x y"), rules)
+
+
 def test_thinking_comes_first_and_ends_once() -> None:
     rules = grammar(tools=[WEATHER], choice=ToolChoice(mode="required"), enable_thinking=True)
     wanted = call("weather", city="Rome")
