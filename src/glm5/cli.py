@@ -23,6 +23,10 @@ model_app = typer.Typer(no_args_is_help=True, help="Model configurations and che
 app.add_typer(env_app, name="env")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(model_app, name="model")
+bench_app = typer.Typer(no_args_is_help=True, help="Measurements against other implementations.")
+app.add_typer(bench_app, name="bench")
+ledger_app = typer.Typer(no_args_is_help=True, help="Episodes that an RL run recorded.")
+app.add_typer(ledger_app, name="ledger")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides such as steps=100 or optimizer.lr=3e-4.")]
 Port = Annotated[int, typer.Option(help="TCP port; 0 takes a free one.")]
@@ -40,13 +44,17 @@ def run(config: Path, overrides: Overrides = None) -> None:
 
 @app.command()
 def train(config: Path, run_dir: Annotated[Path | None, typer.Option(help="Run directory.")] = None,
+          replay: Annotated[int, typer.Option(help="Run the batch of this skipped step again, row by row.")] = 0,
           overrides: Overrides = None) -> None:
     """Run one training stage up to SFT. Continues from its newest complete checkpoint."""
     from glm5.config import load_config
     from glm5.train.config import StageConfig
-    from glm5.train.stages import run_stage
+    from glm5.train.stages import replay_step, run_stage
 
     stage = load_config(StageConfig, config, overrides or [])
+    if replay:
+        _print_results(f"train --replay {replay}", replay_step(stage, run_dir or _run_dir(config, stage.name), replay))
+        return
     print(run_stage(stage, run_dir or _run_dir(config, stage.name)))
 
 
@@ -243,14 +251,130 @@ def tokenizer_train(sources: Annotated[list[str], typer.Argument(help='"stdlib",
 
 @model_app.command("info")
 def model_info(target: Annotated[str, typer.Argument(help="A preset or a checkpoint directory.")],
+               context: Annotated[int, typer.Option(help="Tokens of a sequence; 0 takes 4096 or what fits.")] = 0,
+               layout: Annotated[str, typer.Option(help="Parallel axes, such as fsdp=4,ep=8,cp=1,tp=1.")] = "",
+               sequences: Annotated[int, typer.Option(help="Sequences that a serving rank holds.")] = 1,
                as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
-    """Exact parameter counts of a preset or checkpoint."""
-    from glm5.model.config import ModelConfig, parameter_counts, preset
+    """Parameters, cache and FLOPs of a preset or checkpoint, and memory per device for a layout."""
+    from glm5.model.info import describe, find_config
+    from glm5.model.memory import parse_layout
 
-    config = ModelConfig.from_json_file(Path(target) / "config.json") if Path(target).is_dir() else preset(target)
-    rows = [{"name": f"parameters.{name}", "value": value, "unit": "parameters"}
-            for name, value in parameter_counts(config).items()]
+    config = find_config(target)
+    rows = describe(config, context=context or min(4096, config.max_position_embeddings), layout=parse_layout(layout),
+                    sequences=sequences)
     _print_results(f"model info {target}", rows, as_json)
+
+
+@app.command()
+def convert(source: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+            target: Annotated[Path, typer.Argument(help="Directory to write; a checkpoint there is replaced.")],
+            dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32; nothing keeps what is stored.")] = "",
+            fp8: Annotated[bool, typer.Option("--fp8", help="Store as a published FP8 checkpoint does.")] = False,
+            max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
+            layers: Annotated[int, typer.Option(help="Keep so many layers, and the MTP layer; 0 keeps all.")] = 0,
+            as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
+    """Rewrite a checkpoint in another type (bf16, FP8 …), file size or depth, one tensor in memory at a time."""
+    from glm5.model.convert import Conversion, convert_checkpoint, parse_dtype, parse_size
+
+    conversion = Conversion(dtype=parse_dtype(dtype) if dtype else None, fp8=fp8, layers=layers or None,
+                            max_shard_bytes=parse_size(max_shard_size))
+    done = convert_checkpoint(source, target, conversion)
+    rows = [{"name": "convert.tensors", "value": done.tensors, "unit": "tensors"},
+            {"name": "convert.bytes", "value": done.nbytes, "unit": "bytes"},
+            {"name": "convert.files", "value": done.files, "unit": "files"}]
+    _print_results(f"convert {source} {target}", rows, as_json)
+
+
+@bench_app.command("train")
+def bench_train(section: Annotated[list[str] | None, typer.Option(help="transformers, memory, tokens or sparse; "
+                                   "repeat for several, none for all.")] = None,
+                rounds: Annotated[int, typer.Option(help="Steps that are timed.")] = 5,
+                as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
+    """Training steps against Transformers, tokens per second by model size, sparse attention over 16K tokens."""
+    from glm5.train.benchmark import SECTIONS, Options, measure
+
+    _print_results("bench train", measure(Options(tuple(section or SECTIONS), rounds)), as_json)
+
+
+@app.command()
+def quantize(source: Annotated[Path, typer.Argument(help="A float checkpoint directory.")],
+             target: Annotated[Path, typer.Argument(help="Directory to write; a checkpoint there is replaced.")],
+             experts: Annotated[str, typer.Option(help="Routed experts: int4, int8, fp8 or none [int4].")] = "",
+             attention: Annotated[str, typer.Option(help="Attention projections, the same choices [int8].")] = "",
+             mlp: Annotated[str, typer.Option(help="Dense layers and shared experts [int8].")] = "",
+             indexer: Annotated[str, typer.Option(help="Projections of the indexer [none].")] = "",
+             group_size: Annotated[int, typer.Option(help="Inputs that share an INT4 scale; 0 takes 128.")] = 0,
+             weights_only: Annotated[bool, typer.Option("--weights-only", help="Do not round inputs.")] = False,
+             rotation: Annotated[str, typer.Option(help="Hadamard rotation: none, folded or online [folded].")] = "",
+             scaling: Annotated[bool | None, typer.Option(help="Search activation-aware scales [on].")] = None,
+             calibration: Annotated[list[str] | None, typer.Option(help="Text as in training [stdlib].")] = None,
+             calibration_rows: Annotated[int, typer.Option(help="Rows of calibration text.")] = 16,
+             length: Annotated[int, typer.Option(help="Tokens per row.")] = 256,
+             compare: Annotated[bool, typer.Option("--compare", help="Also measure every part alone.")] = False,
+             as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
+    """Write a checkpoint with INT4, INT8 or FP8 weights, layer by layer, and measure what it costs on held-out text."""
+    from glm5.eval.quantization import CalibrationConfig, quantise_directory
+
+    choices = {"experts": experts or None, "attention": attention or None, "mlp": mlp or None,
+               "indexer": indexer or None, "group_size": group_size or None,
+               "rounds_inputs": False if weights_only else None}
+    choices = {name: value for name, value in choices.items() if value is not None}
+    text = CalibrationConfig(sources=tuple(calibration or ("stdlib",)), rows=calibration_rows, length=length)
+    rows = quantise_directory(source, target, choices, rotation or None, scaling, text, compare)
+    _print_results(f"quantize {source} {target}", [row.to_json() for row in rows], as_json)
+
+
+RunDir = Annotated[Path, typer.Argument(help="Run directory of an RL run.")]
+TasksetFilter = Annotated[str | None, typer.Option("--taskset", help="Only this taskset.")]
+OutcomeFilter = Annotated[str | None, typer.Option("--outcome", help="Only this outcome.")]
+StateFilter = Annotated[str | None, typer.Option("--state", help="Only groups that are ready, leased, acked, dropped.")]
+
+
+@ledger_app.command("show")
+def ledger_show(run_dir: RunDir,
+                as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
+    """Counts of groups and episodes by fate, staleness, and whether the books balance."""
+    from glm5.rl.summary import summary_rows
+
+    _print_results(f"ledger show {run_dir}", summary_rows(run_dir), as_json)
+
+
+@ledger_app.command("list")
+def ledger_list(run_dir: RunDir, taskset: TasksetFilter = None, outcome: OutcomeFilter = None,
+                state: StateFilter = None, limit: Annotated[int, typer.Option(help="Newest so many.")] = 20) -> None:
+    """One line per episode, newest first."""
+    from glm5.rl.replay import EpisodeFilter, read_episodes
+
+    chosen = EpisodeFilter(taskset=taskset, outcome=outcome, state=state, limit=limit)
+    for item in read_episodes(run_dir, chosen):
+        episode = item.episode
+        fate = item.excluded or item.group_reason or item.group_state
+        print(f"{episode.episode_id:40} {episode.outcome:12} reward {episode.reward!s:6} {fate:14} {episode.reason}")
+
+
+@ledger_app.command("export")
+def ledger_export(run_dir: RunDir, output: Annotated[Path, typer.Option(help="JSON lines file to write.")],
+                  taskset: TasksetFilter = None, outcome: OutcomeFilter = None, state: StateFilter = None) -> None:
+    """Write episodes with their exact tokens as JSON lines."""
+    from glm5.rl.replay import EpisodeFilter, export_episodes
+
+    count = export_episodes(run_dir, output, EpisodeFilter(taskset=taskset, outcome=outcome, state=state))
+    print(f"{count} episodes in {output}")
+
+
+@ledger_app.command("replay")
+def ledger_replay(run_dir: RunDir, episode_id: str,
+                  checkpoint: Annotated[Path, typer.Option(help="Tokenizer to decode with; weights to score with.")],
+                  score: Annotated[bool, typer.Option(help="Also compare the recorded log-probs with those that the "
+                                                           "checkpoint gives now.")] = True,
+                  as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
+    """Show an episode as text, and how a checkpoint scores it."""
+    from glm5.rl.replay import mismatch_rows, read_episode, transcript
+
+    item = read_episode(run_dir, episode_id)
+    print(transcript(item, checkpoint), file=sys.stderr if as_json else sys.stdout)
+    if score:
+        _print_results(f"ledger replay {episode_id}", mismatch_rows(item, checkpoint), as_json)
 
 
 def _run_dir(config: Path, name: str) -> Path:
@@ -285,7 +409,8 @@ def main() -> None:
             print("interrupted; run the same command again to continue", file=sys.stderr)
         raise
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
+                               errno.ENOTDIR, errno.EEXIST):
             raise
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{error.strerror}; free some space or choose another run directory, then run again",

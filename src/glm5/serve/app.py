@@ -27,7 +27,7 @@ from starlette.types import ASGIApp
 from glm5.engine.config import EngineConfig
 from glm5.engine.generation import Generation
 from glm5.engine.grammar import Grammars
-from glm5.errors import CheckpointError, Glm5Error
+from glm5.errors import Glm5Error
 from glm5.process import bind, serve_app
 from glm5.records import SamplingParams
 from glm5.serve.answer import Format, Run, answer_events, answer_whole
@@ -341,21 +341,11 @@ def serve(
     tokenizer = load_tokenizer(path)
     engine = Engine.from_directory(path, tokenizer.stop_ids, engine_config, weight_version, Grammars(tokenizer))
     try:
-        check_vocabulary(tokenizer, engine.vocab_size, path)
         app = build_app(engine, tokenizer, path.resolve().name, config)
         protocol = deadline_protocol(config.header_timeout_s)
-        serve_app(app, host, port, ready_file, config.shutdown_timeout_s, protocol)
+        serve_app(app, host, port, ready_file, grace_s=config.shutdown_timeout_s, protocol=protocol)
     finally:
         engine.close()
-
-
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, directory: Path) -> None:
-    """Raises CheckpointError when the model has fewer embedding rows than the tokenizer has ids."""
-    if tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, the model only {vocab_size} rows; "
-            "put the model's own tokenizer.json there"
-        )
 
 
 def _owner(request: Request) -> str:
