@@ -7,14 +7,19 @@ a ``Scorer``.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from glm5.data.classifier import NgramClassifier
 from glm5.data.config import FilterConfig
 from glm5.data.sources import Document
 from glm5.errors import DataError
+
+if TYPE_CHECKING:
+    from py3langid.langid import LanguageIdentifier
 
 Scorer = Callable[[Sequence[str]], list[float]]
 """Texts → nats per UTF-8 byte of each."""
@@ -104,12 +109,18 @@ def _language_identifier(config: FilterConfig) -> Callable[[str], str]:
         classifier = NgramClassifier.load(config.language_model)
         classifier.require_labels(config.languages)
         return classifier.label
-    try:
-        from py3langid.langid import MODEL_FILE, LanguageIdentifier
-    except ImportError:
-        raise DataError("filters.languages without language_model needs py3langid: pip install 'glm5[data]'") from None
-    identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
+    identifier = _library_identifier()
     unknown = sorted(set(config.languages) - set(identifier.nb_classes))
     if unknown:
         raise DataError(f"filters.languages: py3langid knows no {unknown[0]!r}; give ISO 639-1 labels such as 'en'")
     return lambda text: str(identifier.classify(text[:_LANGUAGE_CHARS])[0])
+
+
+@functools.cache
+def _library_identifier() -> LanguageIdentifier:
+    """The model of py3langid, which takes a second to load."""
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ImportError:
+        raise DataError("filters.languages without language_model needs py3langid: pip install 'glm5[data]'") from None
+    return LanguageIdentifier.from_model_file(MODEL_FILE)

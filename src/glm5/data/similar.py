@@ -55,7 +55,8 @@ def interleave(anchor: str, others: Sequence[str]) -> str:
     """
     lines = anchor.splitlines(keepends=True)
     ends = np.cumsum([len(line) for line in lines])
-    cuts = [int(np.searchsorted(ends, len(anchor) * part / (len(others) + 1))) for part in range(1, len(others) + 1)]
+    targets = [len(anchor) * part / (len(others) + 1) for part in range(1, len(others) + 1)]
+    cuts = [min(int(np.searchsorted(ends, target)) + 1, len(lines)) for target in targets]
     bounds = [0, *cuts, len(lines)]
     parts = ["".join(lines[first:last]) for first, last in pairwise(bounds)]
     pieces = [parts[0]]
