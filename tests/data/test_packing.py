@@ -138,7 +138,8 @@ def test_whole_packing_has_each_token_once_and_cuts_only_long_documents(
         for document in range(int(row.documents.max()) + 1):
             ids = row.ids[row.documents == document].tolist()
             (source,) = {owner[token] for token in ids}
-            assert len(ids) == sizes[source] or (sizes[source] > length and len(ids) in (length, sizes[source] % length))
+            size = sizes[source]
+            assert len(ids) == size or (size > length and len(ids) in (length, size % length))
             assert ids == list(range(ids[0], ids[0] + len(ids)))
 
 

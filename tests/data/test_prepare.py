@@ -66,15 +66,18 @@ def test_every_document_is_kept_or_dropped_for_one_reason(tokenizer: Tokenizer, 
     long = " ".join(f"word{n}" for n in range(80))
     source = records(tmp_path / "a.jsonl", [
         {"body": "short", "lang": "en"}, {"body": "a fine text of words", "lang": "en"},
-        {"body": "A fine text of  words", "lang": "en"}, {"body": long, "lang": "en"}, {"body": long + " x", "lang": "en"},
+        {"body": "A fine text of  words", "lang": "en"}, {"body": long, "lang": "en"},
+        {"body": long + " x", "lang": "en"},
         {"body": "ein anderer feiner Text", "lang": "de"}, {"body": "this one is good", "lang": "en"}])
     corpus = CorpusConfig(name="web", sources=(source,), text_field="body", packing="whole",
                           filters=FilterConfig(min_chars=10, metadata={"lang": ("en",)}))
-    other = CorpusConfig(name="books", sources=(records(tmp_path / "b.jsonl", [{"text": long}, {"text": "new words"}]),))
+    books = records(tmp_path / "b.jsonl", [{"text": long}, {"text": "new words"}])
+    other = CorpusConfig(name="books", sources=(books,))
     prepared = prepare(plan(corpus, other, dedup=DedupConfig(exact=True, near=True)), tokenizer, tmp_path / "c")
     assert {row["name"]: row["value"] for row in prepared.rows()} == {
         "data.web.read": 7, "data.web.kept": 3, "data.web.copies": 3, "data.web.dropped.too_short": 1,
-        "data.web.dropped.exact_duplicate": 1, "data.web.dropped.near_duplicate": 1, "data.web.dropped.metadata_lang": 1,
+        "data.web.dropped.exact_duplicate": 1, "data.web.dropped.near_duplicate": 1,
+        "data.web.dropped.metadata_lang": 1,
         "data.books.read": 2, "data.books.kept": 1, "data.books.copies": 1, "data.books.dropped.exact_duplicate": 1}
     dropped = [json.loads(line) for line in (prepared.directory / "dropped.jsonl").read_text().splitlines()]
     assert [(item["path"], item["reason"]) for item in dropped] == [
@@ -85,7 +88,8 @@ def test_every_document_is_kept_or_dropped_for_one_reason(tokenizer: Tokenizer, 
 
 
 def test_buckets_and_long_documents_set_the_copies(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    source = records(tmp_path / "a.jsonl", [{"text": f"number {n} " + "x" * (50 * (n == 9)), "score": n} for n in range(10)])
+    values = [{"text": f"number {n} " + "x" * (50 * (n == 9)), "score": n} for n in range(10)]
+    source = records(tmp_path / "a.jsonl", values)
     corpus = CorpusConfig(sources=(source,), packing="whole", long_chars=40, long_copies=2.0,
                           buckets=BucketConfig(score="score", copies=(0.0, 1.0, 1.0, 1.0, 3.0)))
     prepared = prepare(plan(corpus), tokenizer, tmp_path / "c")
@@ -212,7 +216,8 @@ def test_the_cache_is_used_and_renewed_after_a_change(tokenizer: Tokenizer, tmp_
     first = prepare(plan(corpus), tokenizer, cache)
     assert prepare(plan(replace(corpus, weight=2.0)), tokenizer, cache).directory == first.directory
     assert prepare(replace(plan(corpus), length=64), tokenizer, cache).directory == first.directory
-    assert prepare(plan(replace(corpus, filters=FilterConfig(min_chars=1))), tokenizer, cache).directory != first.directory
+    filtered = replace(corpus, filters=FilterConfig(min_chars=1))
+    assert prepare(plan(filtered), tokenizer, cache).directory != first.directory
     numbered(source, 11)
     assert prepare(plan(corpus), tokenizer, cache).directory != first.directory
 

@@ -61,7 +61,8 @@ def test_what_is_no_repository_is_named(repository: Path, tmp_path: Path) -> Non
 
 def test_files_come_after_those_that_they_import() -> None:
     files = {"a/main.py": "from a.deep.part import x\nimport os\n", "a/deep/part.py": "import base\n", "base.py": "",
-             "z.c": '#include "lib/z.h"\n#include <stdio.h>\n', "lib/z.h": "", "one.py": "import two", "two.py": "import one"}
+             "z.c": '#include "lib/z.h"\n#include <stdio.h>\n', "lib/z.h": "", 
+             "one.py": "import two", "two.py": "import one"}
     order = dependency_order(files)
     assert sorted(order) == sorted(files)
     assert order == ["base.py", "a/deep/part.py", "a/main.py", "lib/z.h", "two.py", "one.py", "z.c"]

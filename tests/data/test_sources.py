@@ -111,7 +111,7 @@ def test_records_have_the_asked_text_and_metadata_fields(tmp_path: Path) -> None
 def test_the_split_leaves_no_side_empty_and_is_stable(paths: set[str], fraction: float, seed: int) -> None:
     held_out = held_out_paths(paths, fraction, seed)
     assert held_out and held_out < paths
-    assert held_out == held_out_paths(reversed(sorted(paths)), fraction, seed)
+    assert held_out == held_out_paths(sorted(paths, reverse=True), fraction, seed)
 
 
 def test_a_file_stays_on_its_side_when_others_are_added() -> None:

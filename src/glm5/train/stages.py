@@ -69,15 +69,16 @@ def run_stage(config: StageConfig, run_dir: Path, evaluate: Evaluate | None = No
     log = RunLog(run_dir)
     log.write_config(config)
 
-    freeze(model, config)
-    optimizer = build_optimizer(model, config.optimizer)
-    state = load_trainer_state(latest, optimizer) if latest else TrainerState()
-    log.event("stage_started", step=state.step, init=str(start or "random"), parameters=_count(model))
-    if state.step == 0:
-        report_held_out(log, "initial", model, config, held_out, tokenizer)
-    training = Training(config, run_dir, model, optimizer, state, tokenizer_dir, evaluate)
+    # The workers start and tokenise while the model is made and scored.
     with Loader(train_rows, config.length, config.seed, config.data.workers, config.data.ahead,
                 untokenised_shards(config, tokenizer, cache_dir)) as loader:
+        freeze(model, config)
+        optimizer = build_optimizer(model, config.optimizer)
+        state = load_trainer_state(latest, optimizer) if latest else TrainerState()
+        log.event("stage_started", step=state.step, init=str(start or "random"), parameters=_count(model))
+        if state.step == 0:
+            report_held_out(log, "initial", model, config, held_out, tokenizer)
+        training = Training(config, run_dir, model, optimizer, state, tokenizer_dir, evaluate)
         final = training.run(loader.batches(row_ranges(config.batch_rows, state.data_step)))
     report_held_out(log, "final", model, config, held_out, tokenizer)
     log.event("stage_finished", step=training.state.step, tokens=training.state.tokens, checkpoint=final.name,
