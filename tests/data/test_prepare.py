@@ -227,11 +227,11 @@ def test_leftovers_of_a_killed_process_do_no_harm(tokenizer: Tokenizer, tmp_path
     directory = prepare(plan(corpus), tokenizer, tmp_path / "c").directory
     before = prepare(plan(corpus), tokenizer, tmp_path / "c").datasets("train")[0][0].row(0, LENGTH, 0)
     shutil.rmtree(directory)
-    leftover = directory.with_name(f"{directory.name}.999999.tmp")
+    leftover = directory.with_name(f".{directory.name}.999999.tmp")
     leftover.mkdir()
     (leftover / "spool.jsonl").write_text("half")
     dataset = prepare(plan(corpus), tokenizer, tmp_path / "c").datasets("train")[0][0]
-    (directory / "text" / "train-00000.tokens.npy.999999.tmp").write_text("half")
+    (directory / "text" / ".train-00000.tokens.npy.999999.tmp").write_text("half")
     assert same(dataset.row(0, LENGTH, 0), before)
     assert not list((tmp_path / "c").rglob("*.tmp"))
 

@@ -15,14 +15,17 @@ an epoch. Torch is loaded when the first batch is made, so that processes that o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 from glm5.data.sources import Document
 from glm5.errors import DataError
+from glm5.runlog import progress_bar
 from glm5.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -236,17 +239,22 @@ def tokenise(documents: Iterable[Sequence[tuple[str, str]]], tokenizer: Tokenize
     pieces: list[np.ndarray] = []
     table: list[tuple[int, int]] = []
     end = 0
-    iterator = iter(documents)
-    while group := list(islice(iterator, _DOCUMENTS_PER_CALL)):
-        encoded = iter(tokenizer.encode_batch([text for sections in group for _, text in sections]))
-        for sections in group:
-            ids: list[int] = []
-            for token, _ in sections:
-                ids += [tokenizer.special_id(token)] if token else []
-                ids += next(encoded)
-            pieces.append(np.array([*ids, tokenizer.pad_id], dtype=dtype))
-            end += len(ids) + 1
-            table.append((end, sum(len(text.encode("utf-8", "replace")) for _, text in sections)))
+    documents = list(documents)
+    # Data workers stay silent: theirs is not the terminal.
+    with nullcontext() if parent_process() else progress_bar("tokenise", len(documents)) as bar:
+        for start in range(0, len(documents), _DOCUMENTS_PER_CALL):
+            group = documents[start : start + _DOCUMENTS_PER_CALL]
+            encoded = iter(tokenizer.encode_batch([text for sections in group for _, text in sections]))
+            for sections in group:
+                ids: list[int] = []
+                for token, _ in sections:
+                    ids += [tokenizer.special_id(token)] if token else []
+                    ids += next(encoded)
+                pieces.append(np.array([*ids, tokenizer.pad_id], dtype=dtype))
+                end += len(ids) + 1
+                table.append((end, sum(len(text.encode("utf-8", "replace")) for _, text in sections)))
+            if bar:
+                bar.advance(len(table), end)
     if not pieces:
         raise DataError("corpus: no text; name a source that has some")
     return np.concatenate(pieces), np.array(table, dtype=np.int64)

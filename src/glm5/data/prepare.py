@@ -31,6 +31,7 @@ from glm5.data.selection import Candidate, Preparation, describe, select
 from glm5.data.shards import Shard, ShardedDataset, ShardRecipe, locked, read_texts, write_text
 from glm5.data.sources import corpus_fingerprint, held_out_paths, path_place
 from glm5.errors import DataError
+from glm5.runlog import temporary_path
 from glm5.tokenizer import Tokenizer
 
 Part = Literal["train", "held_out"]
@@ -130,9 +131,9 @@ def _prepare_directory(
     directory: Path, preparation: Preparation, tokenizer: Tokenizer, load_scorer: LoadScorer | None
 ) -> None:
     """Write the shards of text under a temporary name and rename them whole."""
-    for leftover in directory.parent.glob(f"{directory.name}.*.tmp"):  # of a process that was killed
+    for leftover in directory.parent.glob(f".{directory.name}.*.tmp"):  # of a process that was killed
         shutil.rmtree(leftover)
-    temporary = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(directory)
     try:
         temporary.mkdir()
         spool = temporary / "spool.jsonl"

@@ -26,6 +26,7 @@ from glm5.data.infilling import Section, arrange
 from glm5.data.packing import Batch, Packing, Row, TokenDataset, batches, tokenise
 from glm5.data.similar import group_similar, interleave
 from glm5.errors import DataError
+from glm5.runlog import temporary_path
 from glm5.tokenizer import Tokenizer
 
 
@@ -62,7 +63,7 @@ class Shard:
         with locked(self._file("lock")):
             if self.is_tokenised:
                 return
-            for leftover in self.stem.parent.glob(f"{self.stem.name}.*.tmp"):  # of a process that was killed
+            for leftover in self.stem.parent.glob(f".{self.stem.name}.*.tmp"):  # of a process that was killed
                 leftover.unlink(missing_ok=True)
             ids, table = tokenise(iter(self._sections()), self.tokenizer)
             save_array(self._file("tokens.npy"), ids)
@@ -160,7 +161,7 @@ def read_texts(file: Path) -> Iterator[tuple[str, str, int]]:
 
 def save_array(file: Path, array: np.ndarray) -> None:
     """Write ``array`` under its final name once it is whole. Raises DataError when there is no room."""
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    unfinished = temporary_path(file)
     try:
         with open(unfinished, "wb") as stream:
             np.save(stream, array)

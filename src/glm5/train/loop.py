@@ -28,7 +28,13 @@ from glm5.errors import ConfigError
 from glm5.model.moe import update_router_bias
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.runlog import ProgressBar, RunLog, progress_bar
-from glm5.train.checkpoint import TrainerState, checkpoint_path, prune_checkpoints, save_checkpoint
+from glm5.train.checkpoint import (
+    TrainerState,
+    checkpoint_path,
+    latest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from glm5.train.config import StageConfig
 from glm5.train.losses import Objective, count_step
 from glm5.train.optimizers import GradientNorms, Optimizer
@@ -121,7 +127,8 @@ class Training:
     def save(self) -> None:
         """Write a checkpoint of this moment and remove those that are no longer needed."""
         facts = {"stage": self.config.stage, "name": self.config.name, "parent": self.config.init}
-        save_checkpoint(self.run_dir, self.state, self.model, self.optimizer, self._tokenizer_dir, facts)
+        tokenizer_dir = latest_checkpoint(self.run_dir) or self._tokenizer_dir  # what the run started from may be gone
+        save_checkpoint(self.run_dir, self.state, self.model, self.optimizer, tokenizer_dir, facts)
         prune_checkpoints(self.run_dir, _KEEP_LAST, frozenset({self.state.best_step}))
 
     def _step(self, batch: Batch, wait_s: float) -> StepResult:
