@@ -20,7 +20,9 @@ app = typer.Typer(name="glm5", no_args_is_help=True, add_completion=False, prett
 env_app = typer.Typer(no_args_is_help=True, help="Tasksets and task services.")
 tokenizer_app = typer.Typer(no_args_is_help=True, help="Byte-level BPE tokenizers.")
 model_app = typer.Typer(no_args_is_help=True, help="Model configurations and checkpoints.")
+data_app = typer.Typer(no_args_is_help=True, help="Corpora: prepare, filter, look at batches.")
 app.add_typer(env_app, name="env")
+app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(model_app, name="model")
 bench_app = typer.Typer(no_args_is_help=True, help="Measurements against other implementations.")
@@ -249,6 +251,71 @@ def tokenizer_train(sources: Annotated[list[str], typer.Argument(help='"stdlib",
     print(output)
 
 
+Settings = Annotated[list[str] | None, typer.Option("--set", help="Key of a corpus, such as filters.min_chars=200.")]
+Sources = Annotated[list[str], typer.Argument(help='"stdlib", folders, files, git:PATH.')]
+TokenizerDir = Annotated[Path | None, typer.Option(help="Tokenizer directory; the stage's own when left out.")]
+StageRunDir = Annotated[Path | None, typer.Option(help="Run directory of the stage.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result object.")]
+
+
+@data_app.command("prepare")
+def data_prepare(config: Path, overrides: Overrides = None, run_dir: StageRunDir = None, tokenizer: TokenizerDir = None,
+                 as_json: AsJson = False) -> None:
+    """Filter and tokenise the documents of a stage now, with its data.workers, so that it starts at once."""
+    from glm5.train.stages import prepare_stage
+
+    rows = prepare_stage(*_stage_tokenizer(config, overrides, run_dir, tokenizer))
+    _print_results(f"data prepare {config}", rows, as_json)
+
+
+@data_app.command("inspect")
+def data_inspect(config: Path, overrides: Overrides = None, run_dir: StageRunDir = None, tokenizer: TokenizerDir = None,
+                 batches: Annotated[int, typer.Option(help="Batches to show.")] = 1,
+                 start_step: Annotated[int, typer.Option(help="Step of the first one.")] = 0,
+                 as_json: AsJson = False) -> None:
+    """Show batches of a stage: decoded text by document; what the loss does not train stands in ⟦ ⟧."""
+    from glm5.train.stages import inspect_stage
+
+    stage = _stage_tokenizer(config, overrides, run_dir, tokenizer)
+    rows, shown = inspect_stage(*stage, range(start_step, start_step + batches), sys.stderr if as_json else sys.stdout)
+    _print_results(f"data inspect {config}", rows, as_json, batches=shown)
+
+
+@data_app.command("filter")
+def data_filter(sources: Sources, output: Annotated[Path, typer.Option(help=".jsonl file to write.")],
+                settings: Settings = None, as_json: AsJson = False) -> None:
+    """Write the documents that pass the filters of a corpus; count the dropped ones by reason."""
+    from glm5.data.prepare import corpus_from_settings, write_kept
+    from glm5.train.scoring import load_scorer
+
+    rows = write_kept(corpus_from_settings(sources, settings or []), output, load_scorer)
+    _print_results("data filter", rows, as_json)
+
+
+@data_app.command("dedup")
+def data_dedup(sources: Sources, output: Annotated[Path, typer.Option(help=".jsonl file to write.")],
+               threshold: Annotated[float, typer.Option(help="Jaccard similarity of near-duplicates.")] = 0.8,
+               keep: Annotated[str, typer.Option(help="first or longest.")] = "first",
+               exact_only: Annotated[bool, typer.Option(help="Leave near-duplicates.")] = False,
+               settings: Settings = None, as_json: AsJson = False) -> None:
+    """Write the documents without exact and near duplicates; count the dropped ones."""
+    from glm5.data.prepare import corpus_from_settings, write_kept
+
+    dedup = {"exact": True, "near": not exact_only, "threshold": threshold, "keep": keep}
+    rows = write_kept(corpus_from_settings(sources, settings or [], dedup), output)
+    _print_results("data dedup", rows, as_json)
+
+
+@data_app.command("train-filter")
+def data_train_filter(output: Path, label: Annotated[list[str], typer.Option(
+        help="LABEL=SOURCE, twice or more; the first label is the one whose probability is the quality.")],
+        as_json: AsJson = False) -> None:
+    """Train an n-gram classifier for the quality or language filter from examples of each label."""
+    from glm5.data.classifier import train_from_sources
+
+    _print_results(f"data train-filter {output}", train_from_sources(label, output), as_json)
+
+
 @model_app.command("info")
 def model_info(target: Annotated[str, typer.Argument(help="A preset or a checkpoint directory.")],
                context: Annotated[int, typer.Option(help="Tokens of a sequence; 0 takes 4096 or what fits.")] = 0,
@@ -382,7 +449,20 @@ def _run_dir(config: Path, name: str) -> Path:
     return Path("runs") / config.resolve().parent.name / name
 
 
-def _print_results(command: str, rows: list[dict[str, Any]], as_json: bool = False) -> None:
+def _stage_tokenizer(config: Path, overrides: list[str] | None, run_dir: Path | None,
+                     tokenizer: Path | None) -> tuple[Any, Any, Path]:
+    """A stage's configuration, the tokenizer that it trains with, and its run directory."""
+    from glm5.config import load_config
+    from glm5.tokenizer.bpe import load_tokenizer
+    from glm5.train.config import StageConfig
+    from glm5.train.stages import resolve_init
+
+    stage = load_config(StageConfig, config, overrides or [])
+    directory = run_dir or _run_dir(config, stage.name)
+    return stage, load_tokenizer(tokenizer or resolve_init(stage.init, directory) or stage.tokenizer), directory
+
+
+def _print_results(command: str, rows: list[dict[str, Any]], as_json: bool = False, **more: Any) -> None:
     """A table for people on stderr when stdout is for machines; the result object as the last line of stdout."""
     from glm5.eval.report import results_object
 
@@ -391,7 +471,7 @@ def _print_results(command: str, rows: list[dict[str, Any]], as_json: bool = Fal
         interval = f"  [{row['low']:.3f}, {row['high']:.3f}]" if "low" in row else ""
         print(f"{row['name']:40} {row['value']:>18} {row['unit']}{interval}", file=out)
     if as_json:
-        print(json.dumps(results_object(command, rows)))
+        print(json.dumps({**results_object(command, rows), **more}))
 
 
 def main() -> None:

@@ -103,6 +103,8 @@ class Training:
                  state: TrainerState, tokenizer_dir: Path, evaluate: Evaluate | None = None) -> None:
         self.config, self.run_dir, self.model, self.optimizer, self.state = config, run_dir, model, optimizer, state
         self._tokenizer_dir = tokenizer_dir
+        self.data_wait_s = 0.0
+        """Seconds that this start has waited for batches."""
         self._evaluate = evaluate if config.evaluation.every else None
         self._log = RunLog(run_dir)
         self._objective = objective_of(config)
@@ -114,7 +116,9 @@ class Training:
         tokens_before = self.state.tokens
         with progress_bar(self.config.name, self.config.steps) as bar:
             while not self._is_finished():
-                result = self._step(next(batches))
+                started = time.perf_counter()
+                batch = next(batches)
+                result = self._step(batch, time.perf_counter() - started)
                 self._show(bar, result, self.state.tokens - tokens_before)
                 evaluated = self._evaluate is not None and self._is_evaluation_due()
                 if evaluated:
@@ -133,7 +137,8 @@ class Training:
         save_checkpoint(self.run_dir, self.state, self.model, self.optimizer, tokenizer_dir, facts)
         prune_checkpoints(self.run_dir, _KEEP_LAST, frozenset({self.state.best_step}))
 
-    def _step(self, batch: Batch) -> StepResult:
+    def _step(self, batch: Batch, wait_s: float) -> StepResult:
+        """One optimizer step on ``batch``, which took ``wait_s`` seconds to come."""
         started = time.perf_counter()
         config, state = self.config, self.state
         factor = lr_factor(config.schedule, self._schedule_step(), config.steps)
@@ -145,6 +150,7 @@ class Training:
             if config.recipe.trains_main and config.bias_rate:
                 update_router_bias(self.model, load_LE, config.bias_rate)
         seconds = time.perf_counter() - started
+        self.data_wait_s += wait_s
         self.state = dataclasses.replace(
             state, step=state.step + 1, data_step=state.data_step + 1, tokens=state.tokens + result.tokens,
             elapsed_s=state.elapsed_s + seconds, skipped=state.skipped + (not verdict.applies))
@@ -156,6 +162,7 @@ class Training:
             self._log.metrics(step=self.state.step, **result.losses, lr=config.optimizer.lr * factor,
                               grad_norm=result.norms.main, grad_norm_indexer=result.norms.indexer,
                               tokens=self.state.tokens, tokens_per_s=result.tokens / seconds,
+                              data_wait=wait_s / (wait_s + seconds),
                               expert_imbalance=result.expert_imbalance)
         return result
 
