@@ -28,6 +28,7 @@ from glm5.kernels import dispatch
 from glm5.model.config import ModelConfig
 from glm5.model.indexer import Indexer
 from glm5.model.layers import PackedRows, Projection, RmsNorm, Span
+from glm5.model.parts import HeadPart
 
 Index = tuple[Tensor, Tensor, Tensor]
 """Index queries q_BTJX, head weights w_BTJ and keys k_BSX."""
@@ -75,6 +76,7 @@ class MultiHeadLatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, has_indexer: bool, lends_selection: bool) -> None:
         super().__init__()
         self.lends_selection = lends_selection
+        self.part = HeadPart()
         self.heads, self.latent_dim = config.num_attention_heads, config.kv_lora_rank
         self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.value_dim = config.v_head_dim
@@ -93,8 +95,9 @@ class MultiHeadLatentAttention(nn.Module):
                 shared: tuple[Tensor, ...] | None = None) -> AttentionResult:
         """Attend over packed rows. ``shared`` is the selection of the last full layer, for a layer without indexer."""
         q_latent_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD))
-        q_BTHK = self._queries(q_latent_BTQ, packed.cos_BTR2, packed.sin_BTR2)
-        latent_BSC, rope_BSR = self._latents(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
+        q_BTHK = self._queries(self.part.enter(q_latent_BTQ), packed.cos_BTR2, packed.sin_BTR2)
+        latent_BSC, rope_BSR = (self.part.enter(packed.part.gather(keys_BTX)) for keys_BTX
+                                in self._latents(x_BTD, packed.cos_BTR2, packed.sin_BTR2))
         kv_BSHE = self.kv_b_proj(latent_BSC).unflatten(-1, (self.heads, self.nope_dim + self.value_dim))
         k_nope_BSHN, v_BSHV = kv_BSHE.split([self.nope_dim, self.value_dim], dim=-1)
         k_BSHK = torch.cat([k_nope_BSHN, rope_BSR.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1)
@@ -119,7 +122,8 @@ class MultiHeadLatentAttention(nn.Module):
                 kl_sums.append(kl * packed.query_rows(span))
         out_BTHV = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         kl = torch.stack(kl_sums).sum() / max(sum(map(packed.query_rows, packed.spans)), 1) if kl_sums else None
-        return AttentionResult(self.o_proj(out_BTHV.flatten(2)), tuple(selections) if mode.sparse else None, kl)
+        out_BTD = self.part.leave(self.o_proj(out_BTHV.flatten(2)))
+        return AttentionResult(out_BTD, tuple(selections) if mode.sparse else None, kl)
 
     def ragged(self, x_MD: Tensor, step: RaggedStep, latent_PSK: Tensor, index_keys_PSX: Tensor,
                shared: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor | None]]:
@@ -165,13 +169,14 @@ class MultiHeadLatentAttention(nn.Module):
 
     def _index(self, x_BTD: Tensor, q_latent_BTQ: Tensor, packed: PackedRows, mode: AttentionMode) -> Index | None:
         """Index queries, head weights and keys, when selection or the loss needs them: detached from the main path."""
-        must_select = mode.sparse and any(span.longest > self.index_topk for span in packed.spans)
+        must_select = mode.sparse and packed.longest > self.index_topk
         if self.indexer is None or not (mode.indexer_loss or must_select):
             return None
         with torch.set_grad_enabled(mode.indexer_loss and torch.is_grad_enabled()):
             x_BTD = x_BTD.detach()
             q_BTJX, w_BTJ = self.indexer.queries(x_BTD, q_latent_BTQ.detach(), packed.cos_BTR2, packed.sin_BTR2)
-            return q_BTJX, w_BTJ, self.indexer.keys(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
+            keys_BTX = self.indexer.keys(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
+            return q_BTJX, w_BTJ, packed.part.gather(keys_BTX)
 
     def _attend(self, q_BtHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: Index | None, inherited_BtS: Tensor | None,
                 packed: PackedRows, span: Span, mode: AttentionMode) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -190,4 +195,5 @@ class MultiHeadLatentAttention(nn.Module):
         if not mode.indexer_loss:
             return out_BtHV, mask_BtS, None
         target_BtS = dispatch.attention_targets(q_BtHK.detach(), k_BSHK.detach(), mask_BtS, self.scale)
+        target_BtS = self.part.mean(target_BtS)
         return out_BtHV, mask_BtS, dispatch.indexer_kl(scores_BtS, target_BtS, mask_BtS)

@@ -23,6 +23,7 @@ from glm5.model.layers import Embedding, PackedRows, Projection, RmsNorm, rotary
 from glm5.model.mla import AttentionMode, RaggedStep
 from glm5.model.moe import RouterStatistics
 from glm5.model.mtp import DecoderLayer, MtpLayer
+from glm5.model.parts import TokenPart
 
 Attention = Literal["sparse", "dense"]
 
@@ -76,6 +77,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
+        self.part = TokenPart()
         self.model = GlmMoeDsaModel(config)
         self.lm_head = Projection(config.hidden_size, config.vocab_size)
         self.reset_parameters(generator)
@@ -101,6 +103,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
 
         ``documents_BT`` is an int document id per token, -1 for padding; attention is causal within a document.
         ``positions_BT`` default to the position in the row. ``last_only`` gives the logits of the last token of a row.
+        Ids, documents and positions are those of whole rows; results are those of the tokens of ``part``.
         """
         output = self.hidden(input_ids_BT, positions_BT, documents_BT, attention=attention, indexer_loss=indexer_loss)
         logits = self.lm_head(output.hidden_BTD[:, -1:] if last_only else output.hidden_BTD)
@@ -109,7 +112,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
     def hidden(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None, documents_BT: Tensor | None = None, *,
                attention: Attention = "sparse", indexer_loss: bool = False) -> ModelOutput:
         """``forward`` without the head: a caller applies ``lm_head`` in chunks."""
-        hidden_BTD = self.model.embed_tokens(input_ids_BT)
+        hidden_BTD = self.model.embed_tokens(self.part.local(input_ids_BT))
         packed = self._packed(input_ids_BT, positions_BT, documents_BT)
         mode = AttentionMode(_is_sparse(attention), indexer_loss)
         selection: tuple[Tensor, ...] | None = None
@@ -132,7 +135,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
         """One MTP step: from the hidden state of token t (after the final norm, or of the last step) and the id of
         token t+1, the hidden state that predicts token t+2. Raises ValueError when the model has no MTP layer."""
         layer = self._mtp_layer()
-        merged_BTD = layer.merge(self.model.embed_tokens(next_ids_BT), hidden_BTD)
+        merged_BTD = layer.merge(self.model.embed_tokens(self.part.local(next_ids_BT)), hidden_BTD)
         packed = self._packed(next_ids_BT, positions_BT, documents_BT)
         result = layer(merged_BTD, packed, AttentionMode(_is_sparse(attention), indexer_loss))
         return MtpOutput(layer.shared_head.norm(result.hidden_BTD), result.indexer_kl, result.router.load_E,
@@ -171,8 +174,8 @@ class GlmMoeDsaForCausalLM(nn.Module):
     def _packed(self, ids_BT: Tensor, positions_BT: Tensor | None, documents_BT: Tensor | None) -> PackedRows:
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand(ids_BT.shape)
-        cos_BTR2, sin_BTR2 = self._rotary(positions_BT, self.model.embed_tokens.weight.dtype)
-        return PackedRows(cos_BTR2, sin_BTR2, documents_BT, (ids_BT.shape[0], ids_BT.shape[1]))
+        cos_BTR2, sin_BTR2 = self._rotary(self.part.local(positions_BT), self.model.embed_tokens.weight.dtype)
+        return PackedRows(cos_BTR2, sin_BTR2, documents_BT, (ids_BT.shape[0], ids_BT.shape[1]), self.part)
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return rotary_tables(positions, self.config.qk_rope_head_dim, self.config.rope_theta, dtype)

@@ -161,7 +161,7 @@ class Objective:
         if mtp_outputs:
             loads.append(torch.stack([step.expert_load_E for step in mtp_outputs]).sum(0, keepdim=True))
         if self.indexer:
-            share = int((batch.documents_BT >= 0).sum()) / counts.valid
+            share = int((model.part.local(batch.documents_BT) >= 0).sum()) / counts.valid
             parts["indexer_kl"] = output.indexer_kl * share
             if mtp_outputs:
                 parts["mtp_indexer_kl"] = torch.stack([step.indexer_kl for step in mtp_outputs]).mean() * share
@@ -181,14 +181,14 @@ def evaluate_lm(model: GlmMoeDsaForCausalLM, batches: Iterable[Batch], attention
     for batch in batches:
         output = model.hidden(batch.ids_BT, batch.positions_BT, batch.documents_BT, attention=attention)
         nats += float(_head_loss(model, output.hidden_BTD, batch, 0))
-        tokens += int(batch.loss_mask_BT.sum())
+        tokens += int(model.part.local(batch.loss_mask_BT).sum())
     return LmEvaluation(nats=nats, tokens=tokens)
 
 
 def _head_loss(model: GlmMoeDsaForCausalLM, hidden_BTD: Tensor, batch: Batch, depth: int) -> Tensor:
-    labels_BT = _shift(batch.ids_BT, depth + 1, fill=0)
+    labels_BT = model.part.local(_shift(batch.ids_BT, depth + 1, fill=0))
     return chunked_cross_entropy(hidden_BTD.flatten(0, 1), model.lm_head.weight, labels_BT.flatten(),
-                                 mtp_mask(batch, depth).flatten())
+                                 model.part.local(mtp_mask(batch, depth)).flatten())
 
 
 def _shift(x_BT: Tensor, by: int, fill: int | bool) -> Tensor:
