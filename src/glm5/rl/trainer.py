@@ -300,7 +300,8 @@ class Trainer:
     def _checkpoint(self) -> Path:
         """Write the weights with the ids of the batches in them, then ack those."""
         facts = {"stage": "rl", "name": self.config.name, "parent": self.config.init}
-        path = save_checkpoint(self.run_dir, self.state, self._model, self._optimizer, self._tokenizer_dir, facts)
+        path = save_checkpoint(self.run_dir, self.state, self._model, self._optimizer.state_dict(), self._tokenizer_dir,
+                               facts)
         self._ledger.ack(self._last_batch, self.state.step)
         prune_checkpoints(self.run_dir, self.config.keep_checkpoints)
         return path

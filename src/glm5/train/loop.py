@@ -32,6 +32,7 @@ from glm5.train.checkpoint import TrainerState, checkpoint_path, prune_checkpoin
 from glm5.train.config import StageConfig
 from glm5.train.losses import Objective, count_step
 from glm5.train.optimizers import GradientNorms, Optimizer
+from glm5.train.parallel.spread import Spread
 from glm5.train.schedules import lr_factor
 
 Evaluate = Callable[[GlmMoeDsaForCausalLM, int], dict[str, Any]]
@@ -60,23 +61,29 @@ class StepResult:
 
 
 def compute_gradients(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, objective: Objective, batch: Batch,
-                      micro_rows: int) -> tuple[StepResult, Tensor]:
-    """Gradients of the whole ``batch``, clipped, left in the parameters; and the load of each expert [L, E].
+                      micro_rows: int, spread: Spread | None = None) -> tuple[StepResult, Tensor]:
+    """Gradients of the whole step, clipped, left in the parameters; and the load of each expert [L, E].
 
-    ``micro_rows`` rows go through the model at a time; 0 takes all at once.
+    ``batch`` are the rows of this process; ``micro_rows`` of them go through the model at a time, 0 takes all at once.
+    ``spread`` says how ``model`` is spread over processes; None for one process.
     """
+    spread = spread or Spread(model)
+    layout = spread.layout
     optimizer.zero_grad()
     rows = batch.ids_BT.shape[0]
-    counts = count_step(batch, objective.mtp_steps)
+    counts = count_step(batch, objective.mtp_steps, layout.sum_rows)
+    compute = spread.bind(objective)
     parts: list[dict[str, Tensor]] = []
     loads: list[Tensor] = []
     for start in range(0, rows, micro_rows or rows):
-        losses = objective(model, _rows_of(batch, slice(start, start + (micro_rows or rows))), counts)
+        part = _rows_of(batch, slice(start, start + (micro_rows or rows)), layout.device)
+        losses = compute(model, part, counts)
         torch.autograd.backward(losses.total)
         parts.append(losses.parts)
         loads.append(losses.load_LE)
-    load_LE = torch.stack(loads).sum(0)
-    sums = {name: float(torch.stack([part[name] for part in parts]).sum()) for name in parts[0]}
+    load_LE = layout.sum(torch.stack(loads).sum(0))
+    totals = layout.sum(torch.stack([torch.stack([part[name] for part in parts]).sum() for name in parts[0]]))
+    sums = dict(zip(parts[0], totals.tolist(), strict=True))
     imbalance = float((load_LE.amax(1) / load_LE.mean(1).clamp_min(1e-9)).mean()) if load_LE.numel() else 0.0
     result = StepResult(losses=sums, norms=optimizer.clip_gradients(), tokens=counts.valid, expert_imbalance=imbalance)
     return result, load_LE
@@ -86,11 +93,13 @@ class Training:
     """One run of the loop: the model and optimizer it changes, its counters, its run directory."""
 
     def __init__(self, config: StageConfig, run_dir: Path, model: GlmMoeDsaForCausalLM, optimizer: Optimizer,
-                 state: TrainerState, tokenizer_dir: Path, evaluate: Evaluate | None = None) -> None:
+                 state: TrainerState, tokenizer_dir: Path, evaluate: Evaluate | None = None,
+                 spread: Spread | None = None) -> None:
+        self.spread = spread or Spread(model)
         self.config, self.run_dir, self.model, self.optimizer, self.state = config, run_dir, model, optimizer, state
         self._tokenizer_dir = tokenizer_dir
         self._evaluate = evaluate if config.evaluation.every else None
-        self._log = RunLog(run_dir)
+        self._log = RunLog(run_dir, writes=self.spread.layout.is_first)
         self._objective = Objective(
             attention=config.recipe.attention, main=config.recipe.trains_main, indexer=config.trains_indexer,
             mtp_steps=config.mtp_steps, mtp_weight=config.mtp_weight, balance_weight=config.balance_weight)
@@ -100,7 +109,7 @@ class Training:
         the best one if the evaluation hook decides, else the last."""
         saved_step = self.state.step if self.state.step else -1
         tokens_before = self.state.tokens
-        with progress_bar(self.config.name, self.config.steps) as bar:
+        with progress_bar(self.config.name, self.config.steps, shown=self.spread.layout.is_first) as bar:
             while not self._is_finished():
                 result = self._step(next(batches))
                 self._show(bar, result, self.state.tokens - tokens_before)
@@ -117,19 +126,23 @@ class Training:
     def save(self) -> None:
         """Write a checkpoint of this moment and remove those that are no longer needed."""
         facts = {"stage": self.config.stage, "name": self.config.name, "parent": self.config.init}
-        save_checkpoint(self.run_dir, self.state, self.model, self.optimizer, self._tokenizer_dir, facts)
-        prune_checkpoints(self.run_dir, _KEEP_LAST, frozenset({self.state.best_step}))
+        model, optimizer_state = self.spread.whole_model(), self.optimizer.state_dict()
+        if model is not None:
+            save_checkpoint(self.run_dir, self.state, model, optimizer_state, self._tokenizer_dir, facts)
+            prune_checkpoints(self.run_dir, _KEEP_LAST, frozenset({self.state.best_step}))
+        self.spread.layout.wait()
 
     def _step(self, batch: Batch) -> StepResult:
         started = time.perf_counter()
         config, state = self.config, self.state
         factor = lr_factor(config.schedule, self._schedule_step(), config.steps)
-        result, load_LE = compute_gradients(self.model, self.optimizer, self._objective, batch, config.micro_rows)
+        result, load_LE = compute_gradients(self.model, self.optimizer, self._objective, batch, config.micro_rows,
+                                            self.spread)
         if result.finite:
             self.optimizer.step(factor)
             if config.recipe.trains_main and config.bias_rate:
                 update_router_bias(self.model, load_LE, config.bias_rate)
-        seconds = time.perf_counter() - started
+        seconds = self.spread.layout.agree(time.perf_counter() - started)
         self.state = dataclasses.replace(
             state, step=state.step + 1, data_step=state.data_step + 1, tokens=state.tokens + result.tokens,
             elapsed_s=state.elapsed_s + seconds, skipped=state.skipped + (not result.finite))
@@ -148,7 +161,7 @@ class Training:
         folder.mkdir(exist_ok=True)
         save_file({"ids": batch.ids_BT.contiguous(), "positions": batch.positions_BT.contiguous(),
                    "documents": batch.documents_BT.contiguous(), "loss_mask": batch.loss_mask_BT.contiguous()},
-                  folder / f"{self.state.step:06d}.safetensors")
+                  folder / f"{self.state.step:06d}{self.spread.layout.suffix}.safetensors")
         self._log.event("step_skipped", step=self.state.step, grad_norm=str(result.norms.main),
                         losses={name: str(value) for name, value in result.losses.items()})
         if self.state.skipped >= self.config.max_skipped:
@@ -173,7 +186,8 @@ class Training:
         """Call the evaluation hook and remember whether this step is the best one."""
         assert self._evaluate is not None
         started = time.perf_counter()
-        values = self._evaluate(self.model, self.state.step)
+        model = self.spread.whole_model()
+        values = self.spread.layout.agree({} if model is None else self._evaluate(model, self.state.step))
         key = self.config.evaluation.metric
         if key not in values:
             raise ConfigError(f"evaluation.metric={key!r} is not measured by the hook; choose of: {', '.join(values)}")
@@ -191,6 +205,6 @@ class Training:
         bar.advance(self.config.steps if self._is_finished() else self.state.step, tokens, note)
 
 
-def _rows_of(batch: Batch, rows: slice) -> Batch:
-    return Batch(ids_BT=batch.ids_BT[rows], positions_BT=batch.positions_BT[rows],
-                 documents_BT=batch.documents_BT[rows], loss_mask_BT=batch.loss_mask_BT[rows])
+def _rows_of(batch: Batch, rows: slice, device: torch.device) -> Batch:
+    return Batch(ids_BT=batch.ids_BT[rows].to(device), positions_BT=batch.positions_BT[rows].to(device),
+                 documents_BT=batch.documents_BT[rows].to(device), loss_mask_BT=batch.loss_mask_BT[rows].to(device))

@@ -19,7 +19,7 @@ Letters: B batch, T tokens of a row, M flattened tokens, D hidden, W vocabulary,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,10 +116,15 @@ def mtp_mask(batch: Batch, depth: int) -> Tensor:
     return same_BT & _shift(batch.loss_mask_BT, depth, fill=False)
 
 
-def count_step(batch: Batch, mtp_steps: int) -> StepCounts:
-    """Divisors of a step whose rows are all in ``batch``. A depth without labels counts 1, its sum being 0."""
-    labels = tuple(max(int(mtp_mask(batch, depth).sum()), 1) for depth in range(mtp_steps + 1))
-    return StepCounts(rows=batch.ids_BT.shape[0], valid=max(int((batch.documents_BT >= 0).sum()), 1), labels=labels)
+def count_step(batch: Batch, mtp_steps: int, total: Callable[[Tensor], Tensor] = lambda counts: counts) -> StepCounts:
+    """Divisors of a step; ``batch`` has its rows, or those of this process, which ``total`` adds to those of the others.
+
+    A depth without labels counts 1, its sum being 0.
+    """
+    labels = [mtp_mask(batch, depth).sum() for depth in range(mtp_steps + 1)]
+    here = torch.stack([torch.tensor(batch.ids_BT.shape[0]), (batch.documents_BT >= 0).sum(), *labels])
+    rows, valid, *labels = total(here).clamp_min(1).tolist()
+    return StepCounts(rows=rows, valid=valid, labels=tuple(labels))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,8 +34,9 @@ from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 from glm5.train.checkpoint import TrainerState, final_checkpoint, latest_checkpoint, load_trainer_state, mark_final
 from glm5.train.config import DataConfig, StageConfig
 from glm5.train.loop import Evaluate, Training
-from glm5.train.losses import evaluate_lm
-from glm5.train.optimizers import build_optimizer
+from glm5.train.parallel.layout import Layout, connect
+from glm5.train.parallel.rows import PartOfRows
+from glm5.train.parallel.spread import Spread
 
 _SPLIT_SEED = 0
 _HELD_OUT_BATCH_ROWS = 8
@@ -52,29 +53,43 @@ def run_stage(config: StageConfig, run_dir: Path, evaluate: Evaluate | None = No
     if finished is not None:
         _require_same_config(config, run_dir)
         return finished
+    with connect(config.parallel, config.device) as layout:
+        return _run(config, run_dir, layout, evaluate)
+
+
+def _run(config: StageConfig, run_dir: Path, layout: Layout, evaluate: Evaluate | None) -> Path:
     latest = latest_checkpoint(run_dir)
     start = latest or resolve_init(config.init, run_dir)
     tokenizer_dir = start or Path(config.tokenizer)
     tokenizer = load_tokenizer(tokenizer_dir)
     model = load_model(start, config_overrides=config.model) if start else fresh_model(config, tokenizer)
     _require_fit(model, tokenizer, tokenizer_dir)
-    train_rows = training_rows(config, tokenizer, run_dir.parent / "token-cache")
-    held_out = held_out_batches(config.data, config.length, tokenizer, run_dir.parent / "token-cache")
-    log = RunLog(run_dir)
+    layout.check(config, model.config)
+    with layout.first_alone():  # the others find the token cache
+        train_rows = training_rows(config, tokenizer, run_dir.parent / "token-cache")
+        held_out = held_out_batches(config.data, config.length, tokenizer, run_dir.parent / "token-cache")
+    log = RunLog(run_dir, writes=layout.is_first)
     log.write_config(config)
 
     freeze(model, config)
-    optimizer = build_optimizer(model, config.optimizer)
+    facts = _count(model)
+    spread = Spread(model, layout, config.parallel)
+    optimizer = spread.optimizer(config.optimizer)
     state = load_trainer_state(latest, optimizer) if latest else TrainerState()
-    log.event("stage_started", step=state.step, init=str(start or "random"), parameters=_count(model))
+    log.event("stage_started", step=state.step, init=str(start or "random"), parameters=facts,
+              processes=layout.size)
     if state.step == 0:
-        report_held_out(log, "initial", model, config, held_out, tokenizer)
-    training = Training(config, run_dir, model, optimizer, state, tokenizer_dir, evaluate)
-    final = training.run(batches(train_rows, config.batch_rows, config.length, config.seed, state.data_step))
-    report_held_out(log, "final", model, config, held_out, tokenizer)
+        report_held_out(log, "initial", spread, config, held_out, tokenizer)
+    training = Training(config, run_dir, model, optimizer, state, tokenizer_dir, evaluate, spread)
+    mine = PartOfRows(train_rows, config.batch_rows, layout.row_part, layout.row_parts)
+    final = training.run(batches(mine, config.batch_rows // layout.row_parts, config.length, config.seed,
+                                 state.data_step))
+    report_held_out(log, "final", spread, config, held_out, tokenizer)
     log.event("stage_finished", step=training.state.step, tokens=training.state.tokens, checkpoint=final.name,
               train_s=training.state.elapsed_s, skipped=training.state.skipped)
-    mark_final(run_dir, final)
+    if layout.is_first:
+        mark_final(run_dir, final)
+    layout.wait()
     return final
 
 
@@ -135,7 +150,7 @@ def held_out_batches(data: DataConfig, length: int, tokenizer: Tokenizer, cache_
     return [next(stream) for _ in range(-(-min(data.held_out_rows, text.num_rows(length)) // _HELD_OUT_BATCH_ROWS))]
 
 
-def report_held_out(log: RunLog, when: str, model: GlmMoeDsaForCausalLM, config: StageConfig, held_out: list[Batch],
+def report_held_out(log: RunLog, when: str, spread: Spread, config: StageConfig, held_out: list[Batch],
                     tokenizer: Tokenizer) -> None:
     """Score ``held_out`` with dense attention, and with sparse where the stage has trained for it, as events."""
     if not held_out:
@@ -143,7 +158,7 @@ def report_held_out(log: RunLog, when: str, model: GlmMoeDsaForCausalLM, config:
     text_bytes = sum(_label_bytes(batch, tokenizer) for batch in held_out)
     for attention in ("dense", "sparse") if config.recipe.trains_indexer else ("dense",):
         started = time.perf_counter()
-        result = evaluate_lm(model, held_out, attention)
+        result = spread.evaluate(held_out, attention)
         log.event("held_out", when=when, attention=attention, nats_per_token=result.nats_per_token,
                   bits_per_byte=result.bits_per_byte(text_bytes / max(result.tokens, 1)), tokens=result.tokens,
                   bytes=text_bytes, seconds=time.perf_counter() - started)
@@ -162,13 +177,13 @@ def _require_fit(model: GlmMoeDsaForCausalLM, tokenizer: Tokenizer, directory: P
 
 
 def _require_same_config(config: StageConfig, run_dir: Path) -> None:
-    """A finished run of other settings is not what was asked for."""
+    """A finished run of other settings is not what was asked for; where it ran changes nothing in it."""
     try:
         before: dict[str, Any] = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
     now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in ("parallel", "device"))
     if changed:
         raise ConfigError(f"{run_dir}: holds a finished run with another value of {changed[0]}; choose another run "
                           "directory or remove this one")
