@@ -98,7 +98,7 @@ def collective_backend(device: torch.device) -> str:
 
     host = dist.get_default_backend_for_device(HOST)
     if device.type == HOST:
-        return f"{HOST}:{host}"
+        return host
     try:
         return f"{HOST}:{host},{device.type}:{dist.get_default_backend_for_device(device)}"
     except ValueError:

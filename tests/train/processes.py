@@ -1,23 +1,27 @@
 """What the processes of ``test_parallel`` do: one set of four, started once, that forms one layout after the other."""
 
 import os
+import shutil
 import socket
+import time
 import traceback
 from pathlib import Path
 
 import torch
 
+from glm5.errors import ServiceError
 from glm5.model.moe import update_router_bias
 from glm5.model.transformer import GlmMoeDsaForCausalLM
-from glm5.train.config import OptimizerConfig, ParallelConfig
+from glm5.train.config import DataConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, StageConfig
 from glm5.train.loop import compute_gradients
 from glm5.train.losses import Objective
 from glm5.train.parallel.layout import Layout, connect
 from glm5.train.parallel.rows import part_of_batch
 from glm5.train.parallel.shards import local_part
 from glm5.train.parallel.spread import Spread
+from glm5.train.stages import run_stage
 
-from .conftest import packed_batch, tiny_config
+from .conftest import VOCABULARY, packed_batch, tiny_config
 
 LAYOUTS = {
     "fsdp2": ParallelConfig(fsdp=2),
@@ -31,6 +35,7 @@ LAYOUTS = {
     "fsdp2_tp2_recomputed": ParallelConfig(fsdp=2, tp=2, activation_checkpointing=True),
 }
 PROCESSES = 4
+JOBS = (*LAYOUTS, "run4", "move4", "dead", "silent")
 OBJECTIVES = {
     "sparse": Objective(attention="sparse", main=True, indexer=True, mtp_steps=2, mtp_weight=0.3, balance_weight=0.01),
     "warmup": Objective(attention="dense", main=False, indexer=True, mtp_steps=1, mtp_weight=0.3, balance_weight=0.0),
@@ -100,6 +105,52 @@ def logits(layout, config):
         return {"logits": run(spread.model), "places": places}
 
 
+def stage(directory, config):
+    """A short stage over the texts in ``directory``."""
+    shape = {field: getattr(tiny_config(), field) for field in (
+        "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+        "n_routed_experts", "index_n_heads", "index_head_dim", "index_topk")}
+    return StageConfig(
+        stage="dsa-sparse", name="s", tokenizer=str(directory / "tokenizer"), model={**shape, "vocab_size": VOCABULARY,
+                                                                                         "initializer_range": 0.2},
+        data=DataConfig(sources=(str(directory / "texts"),), held_out_fraction=0.3, held_out_rows=3), steps=4,
+        batch_rows=4, length=24, mtp_steps=2, checkpoint_every=2, optimizer=OPTIMIZER, parallel=config, device="cpu",
+        schedule=ScheduleConfig(kind="constant"), bias_rate=0.01)
+
+
+def run(directory, name, config, start=None):
+    """Run the stage as ``directory/name/s``, from a copy of checkpoint ``start`` when given."""
+    run_dir = directory / name / "s"
+    if start is not None and os.environ.get("RANK", "0") == "0":
+        shutil.copytree(start, run_dir / "checkpoints" / start.name)
+    elif start is not None:
+        wait_for(run_dir / "checkpoints" / start.name / "meta.json")
+    return run_stage(stage(directory, config), run_dir)
+
+
+def wait_for(path):
+    deadline = time.monotonic() + _DEADLINE_S
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.2)  # the rest of the directory
+
+
+def lose(rank, how):
+    """Process 1 leaves or falls silent while process 0 waits for it; what process 0 is told."""
+    try:
+        with connect(ParallelConfig(fsdp=2, timeout_s=2.0), "cpu") as layout:
+            layout.wait()
+            if rank == 0:
+                layout.sum(torch.ones(3))
+            elif how == "silent":
+                time.sleep(4.0)
+    except ServiceError as error:
+        return str(error)
+    return "nothing"
+
+
 def _jobs(layout, config):
     yield "sparse", train(layout, config, "sparse")
     yield "logits", logits(layout, config)
@@ -115,20 +166,35 @@ def alone():
 
 
 def process(rank, ports, directory):
-    """Body of process ``rank``: every layout that has room for it."""
-    torch.set_num_threads(1)
-    for (name, config), port in zip(LAYOUTS.items(), ports, strict=True):
-        world = max(config.fsdp, 1) * config.ep * config.cp * config.tp
-        if rank >= world:
-            continue
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                       "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        try:
-            with connect(config, "cpu") as layout:
-                found = dict(_jobs(layout, config))
-        except Exception:
-            found = {"error": traceback.format_exc()}
-        torch.save(found, Path(directory) / f"{name}.{rank}.pt")
+    """Body of process ``rank``: everything that has room for it."""
+    directory, ports = Path(directory), iter(ports)
+    for name, config in LAYOUTS.items():
+        _join(rank, max(config.fsdp, 1) * config.ep * config.cp * config.tp, next(ports), directory / name,
+              lambda config=config: _spread_jobs(config))
+    _join(rank, 4, next(ports), directory / "run4", lambda: {
+        "path": run(directory, "four", ParallelConfig(fsdp=2, ep=2))})
+    _join(rank, 4, next(ports), directory / "move4", lambda: {
+        "path": run(directory, "one_to_four", ParallelConfig(cp=2, tp=2), directory / "one/s/checkpoints/000002")})
+    for how in ("dead", "silent"):
+        _join(rank, 2, next(ports), directory / how, lambda how=how: {"message": lose(rank, how)})
+
+
+def _spread_jobs(config):
+    with connect(config, "cpu") as layout:
+        return dict(_jobs(layout, config))
+
+
+def _join(rank, world, port, path, job):
+    """Do ``job`` as process ``rank`` of ``world``, if it is one of them, and save what it gives."""
+    if rank >= world:
+        return
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+                   "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        found = job()
+    except Exception:
+        found = {"error": traceback.format_exc()}
+    torch.save(found, f"{path}.{rank}.pt")
 
 
 def free_ports(count):

@@ -4,8 +4,14 @@ import multiprocessing
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from .processes import LAYOUTS, PROCESSES, alone, free_ports, process
+from glm5.model.checkpoint import load_model
+from glm5.runlog import read_jsonl
+from glm5.tokenizer.bpe import train_tokenizer
+from glm5.train.config import ParallelConfig
+
+from .processes import JOBS, LAYOUTS, PROCESSES, alone, free_ports, process, run
 
 TWO = [name for name in LAYOUTS if name in ("fsdp2", "ep2", "cp2", "tp2")]
 
@@ -14,9 +20,15 @@ TWO = [name for name in LAYOUTS if name in ("fsdp2", "ep2", "cp2", "tp2")]
 def found(tmp_path_factory):
     """What every process found in every layout, by layout and rank."""
     directory = tmp_path_factory.mktemp("layouts")
+    (directory / "texts").mkdir()
+    for number in range(12):
+        text = " ".join(f"sentence {number * word} of some text" for word in range(40))
+        (directory / "texts" / f"{number}.txt").write_text(text)
+    train_tokenizer(["some text to have a vocabulary from"], 300).save(directory / "tokenizer")
+    run(directory, "one", ParallelConfig())
     context = multiprocessing.get_context("forkserver")  # imports torch once for all four
     context.set_forkserver_preload(["glm5.train.parallel.spread", "glm5.train.loop"])
-    ports = free_ports(len(LAYOUTS))
+    ports = free_ports(len(JOBS))
     started = [context.Process(target=process, args=(rank, ports, str(directory))) for rank in range(PROCESSES)]
     for each in started:
         each.start()
@@ -24,11 +36,11 @@ def found(tmp_path_factory):
         each.join(300)
         assert each.exitcode == 0
     results = {name: [torch.load(path, weights_only=False) for path in sorted(directory.glob(f"{name}.?.pt"))]
-               for name in LAYOUTS}
+               for name in JOBS}
     for name, ranks in results.items():
         for result in ranks:
             assert "error" not in result, f"{name}: {result['error']}"
-    return results
+    return results | {"directory": directory}
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +95,43 @@ def test_logits_of_the_tokens_of_each_process_are_those_of_one_process(found, ex
         torch.testing.assert_close(result["logits"]["logits"], expected["logits"]["logits"][:, places], rtol=1e-4,
                                    atol=1e-5)
     assert covered == set(range(24))
+
+
+def assert_same_checkpoint(found, expected):
+    for file in ("model.safetensors", "trainer/optimizer.safetensors"):
+        mine, reference = load_file(found / file), load_file(expected / file)
+        assert mine.keys() == reference.keys()
+        for name, tensor in reference.items():
+            if tensor.is_floating_point():
+                torch.testing.assert_close(mine[name], tensor, rtol=1e-3, atol=1e-4 * float(tensor.abs().max()) + 1e-9)
+
+
+def test_a_checkpoint_of_four_processes_goes_on_in_one(found):
+    directory = found["directory"]
+    final = found["run4"][0]["path"]
+    moved = run(directory, "four_to_one", ParallelConfig(), final.with_name("000002"))
+    assert_same_checkpoint(moved, final)
+    assert_same_checkpoint(final, directory / "one/s/checkpoints/000004")
+    load_model(final)
+
+
+def test_a_checkpoint_of_one_process_goes_on_in_four(found):
+    assert_same_checkpoint(found["move4"][0]["path"], found["directory"] / "one/s/checkpoints/000004")
+
+
+def test_one_process_writes_the_run_directory(found):
+    four, one = (read_jsonl(found["directory"] / name / "s/metrics.jsonl") for name in ("four", "one"))
+    assert [record["step"] for record in four] == [1, 2, 3, 4]
+    for mine, reference in zip(four, one, strict=True):
+        for key in ("loss", "mtp_loss", "indexer_kl", "balance_loss", "grad_norm", "tokens", "expert_imbalance"):
+            assert mine[key] == pytest.approx(reference[key], rel=1e-4)
+    four, one = ([event["nats_per_token"] for event in read_jsonl(found["directory"] / name / "s/events.jsonl")
+                  if event["kind"] == "held_out"] for name in ("four", "one"))
+    assert four == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize("how", ["dead", "silent"])
+def test_a_lost_process_ends_the_others_with_one_line(found, how):
+    message = found[how][0]["message"]
+    assert message.startswith("process 0 of 2 lost the others") and "timeout_s=2" in message
+    assert "\n" not in message

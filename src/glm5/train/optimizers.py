@@ -188,6 +188,9 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors that continue the run exactly, named after the parameters; ready for safetensors."""
+        return self._state()
+
+    def _state(self) -> dict[str, Tensor]:
         state = self._muon.state_dict()
         for name, values in self._adamw_states():
             state |= {f"adamw.{key}.{name}": tensor.detach().clone() for key, tensor in values.items()}
@@ -195,7 +198,7 @@ class Optimizer:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Inverse of ``state_dict``. Raises CheckpointError when names or shapes differ from this optimizer's."""
-        expected = {name: tensor.shape for name, tensor in self.state_dict().items()}
+        expected = {name: tensor.shape for name, tensor in self._state().items()}
         found = {name: tensor.shape for name, tensor in state.items()}
         require_same_state(expected, found)
         self._muon.load_state_dict(state)

@@ -81,7 +81,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole state in host memory on the first process, nothing on the others; one tensor moves at a time."""
-        own, whole = super().state_dict(), {}
+        own, whole = self._state(), {}
         for name, parameter in self._sharded.items():
             if self._roles[name] != "matrix":
                 whole[f"adamw.step.{name}"] = own[f"adamw.step.{name}"].to(HOST)
