@@ -106,6 +106,13 @@ def collective_backend(device: torch.device) -> str:
                           "process, or install the plug-in's") from None
 
 
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether a communication library says by ``error`` that another process died or passed the deadline."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "HCCL", "Timed out"))
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until everything queued on ``device`` is done, so that a clock read now is honest."""
     import torch

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from glm5.device import collective_backend, find_device, local_device
+from glm5.device import collective_backend, find_device, is_lost_peer, local_device
 from glm5.errors import ConfigError, ServiceError
 from glm5.model.config import ModelConfig
 from glm5.train.config import ParallelConfig, StageConfig
@@ -165,12 +165,12 @@ def connect(config: ParallelConfig, device_name: str) -> Iterator[Layout]:
             yield Layout(device, *axes, rank=rank, meshes=_meshes(device.type, axes))
         finally:
             dist.destroy_process_group()
-    except (dist.DistError, RuntimeError) as error:
-        if isinstance(error, dist.DistError) or _is_about_a_peer(error):
-            raise ServiceError(f"process {rank} of {processes} lost the others ({_first_line(error)}): one of them failed "
-                               f"or did not answer within parallel.timeout_s={config.timeout_s:g}; read the other "
-                               "messages, then start again: the run continues from its last checkpoint") from error
-        raise
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        raise ServiceError(f"process {rank} of {processes} lost the others ({_first_line(error)}): one of them failed or "
+                           f"did not answer within parallel.timeout_s={config.timeout_s:g}; read the other messages, "
+                           "then start again: the run continues from its last checkpoint") from error
 
 
 def _remaining(config: ParallelConfig, processes: int) -> int:
@@ -194,11 +194,6 @@ def _meshes(device_type: str, axes: tuple[int, int, int, int]) -> Meshes:
     heads, experts, rows = by(3), by(1), by(2)
     return Meshes(everyone=DeviceMesh(device_type, ranks.flatten()), tokens=heads["rest"], tp=heads["part"],
                   cp=rows["part"], ep=experts["part"], experts=experts["rest"])
-
-
-def _is_about_a_peer(error: RuntimeError) -> bool:
-    """gloo reports a dead or silent peer by a plain RuntimeError that names its own source."""
-    return "gloo" in str(error) or "Timed out" in str(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -243,5 +243,5 @@ def _shard(module: nn.Module, mesh: DeviceMesh, alike: int) -> None:
     """Shard the parameters of ``module`` that no unit inside it has, over ``mesh``; ``alike`` processes add the same
     gradient."""
     unit = fully_shard(module, mesh=mesh)
-    unit.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    unit.set_force_sum_reduction_for_comms(True)  # not every communication library has others
     unit.set_gradient_divide_factor(float(alike))
