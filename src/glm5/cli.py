@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from glm5.device import AUTO
 from glm5.errors import Glm5Error
 
 app = typer.Typer(name="glm5", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -27,6 +29,7 @@ app.add_typer(model_app, name="model")
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides such as steps=100 or optimizer.lr=3e-4.")]
 Port = Annotated[int, typer.Option(help="TCP port; 0 takes a free one.")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or an accelerator by name; over the configuration's.")]
 ReadyFile = Annotated[Path | None, typer.Option(help="Write {url, pid} here once the service accepts connections.")]
 
 
@@ -40,14 +43,19 @@ def run(config: Path, overrides: Overrides = None) -> None:
 
 @app.command()
 def train(config: Path, run_dir: Annotated[Path | None, typer.Option(help="Run directory.")] = None,
-          overrides: Overrides = None) -> None:
-    """Run one training stage up to SFT. Continues from its newest complete checkpoint."""
+          device: Device = None, overrides: Overrides = None) -> None:
+    """Run one training stage up to SFT. Continues from its newest complete checkpoint.
+
+    On several processes: torchrun --nproc-per-node N -m glm5 train ...
+    """
     from glm5.config import load_config
     from glm5.train.config import StageConfig
     from glm5.train.stages import run_stage
 
-    stage = load_config(StageConfig, config, overrides or [])
-    print(run_stage(stage, run_dir or _run_dir(config, stage.name)))
+    stage = load_config(StageConfig, config, [*(overrides or []), *([f"device={device}"] if device else [])])
+    final = run_stage(stage, run_dir or _run_dir(config, stage.name))
+    if os.environ.get("RANK", "0") == "0":  # one of the processes that torchrun starts
+        print(final)
 
 
 @app.command()
@@ -79,12 +87,13 @@ def serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_fi
           max_slots: Annotated[int, typer.Option(help="Sequences held in the cache at once.")] = 16,
           max_context: Annotated[int, typer.Option(help="Tokens per sequence; 0 takes the model's maximum.")] = 0,
           threads: Annotated[int, typer.Option(help="CPU threads of the engine; 0 takes all cores.")] = 0,
+          device: Device = None,
           weight_version: Annotated[int, typer.Option(help="Policy version of these weights.")] = 0) -> None:
     """Serve a checkpoint: the token-level protocol and the OpenAI API."""
     from glm5.engine.config import EngineConfig
     from glm5.serve.app import serve as serve_directory
 
-    config = EngineConfig(max_slots=max_slots, max_context=max_context, threads=threads)
+    config = EngineConfig(max_slots=max_slots, max_context=max_context, threads=threads, device=device or AUTO)
     serve_directory(directory, host, port, ready_file, config, weight_version=weight_version)
 
 

@@ -1,17 +1,30 @@
 """Layouts of two and four processes against one process: losses, gradients, updates, logits."""
 
+import dataclasses
+import json
 import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from glm5.errors import ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.runlog import read_jsonl
 from glm5.tokenizer.bpe import train_tokenizer
 from glm5.train.config import ParallelConfig
+from glm5.train.parallel.layout import Layout, connect
+from glm5.train.parallel.rows import PartOfRows, part_of_batch
+from glm5.train.parallel.shards import balanced_owners
 
-from .processes import JOBS, LAYOUTS, PROCESSES, alone, free_ports, process, run
+from .conftest import packed_batch
+from .processes import JOBS, LAYOUTS, PROCESSES, alone, free_ports, process, run, stage, start_model
+
+ROOT = Path(__file__).parents[2]
 
 TWO = [name for name in LAYOUTS if name in ("fsdp2", "ep2", "cp2", "tp2")]
 
@@ -128,6 +141,81 @@ def test_one_process_writes_the_run_directory(found):
     four, one = ([event["nats_per_token"] for event in read_jsonl(found["directory"] / name / "s/events.jsonl")
                   if event["kind"] == "held_out"] for name in ("four", "one"))
     assert four == pytest.approx(one, rel=1e-4)
+
+
+def test_torchrun_starts_a_stage(found):
+    directory = found["directory"]
+    config = directory / "s.toml"
+    config.write_text(as_toml(stage(directory, ParallelConfig(ep=2))))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+               str(free_ports(1)[0]), "-m", "glm5", "train", str(config), "--device", "cpu", "--run-dir",
+               str(directory / "torchrun/s")]
+    result = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True,
+                            timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.split() == [str(directory / "torchrun/s/checkpoints/000004")]
+    assert result.stderr.count("s: 4/4") == 1
+    assert_same_checkpoint(Path(result.stdout.strip()), directory / "one/s/checkpoints/000004")
+
+
+def as_toml(config):
+    """A dataclass as TOML: values first, then its tables."""
+    lines, tables = [], []
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            tables.append(f"[{item.name}]\n{as_toml(value)}")
+        elif isinstance(value, dict):
+            tables.append(f"[{item.name}]\n" + "".join(f"{key} = {json.dumps(each)}\n" for key, each in value.items()))
+        elif value is not None:
+            lines.append(f"{item.name} = {json.dumps(value)}\n")
+    return "".join((*lines, *tables))
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    (ParallelConfig(ep=2), r"fsdp=1 x ep=2 x cp=1 x tp=1 are 2 processes, but 1 run; start with torchrun "
+                           r"--nproc-per-node 2"),
+    (ParallelConfig(fsdp=4), "fsdp=4 .* are 4 processes, but 1 run"),
+])
+def test_axes_that_do_not_multiply_to_the_processes_are_refused(config, message):
+    with pytest.raises(ConfigError, match=message), connect(config, "cpu"):
+        pass
+
+
+@pytest.mark.parametrize(("axes", "changes", "message"), [
+    ({"fsdp": 3}, {}, r"batch_rows=4 is not a multiple of 3 \(fsdp x ep of \[parallel\]\)"),
+    ({"ep": 3}, {"batch_rows": 3}, r"n_routed_experts=4 is not a multiple of 3 \(ep of"),
+    ({"cp": 5}, {}, r"length=24 is not a multiple of 10 \(2 x cp of"),
+    ({"tp": 4}, {}, r"num_attention_heads=2 is not a multiple of 4 \(tp of"),
+])
+def test_a_layout_that_does_not_divide_stage_and_model_is_refused(tmp_path, axes, changes, message):
+    layout = Layout(torch.device("cpu"), **axes)
+    config = dataclasses.replace(stage(tmp_path, ParallelConfig()), **changes)
+    with pytest.raises(ConfigError, match=message):
+        layout.check(config, start_model().config)
+
+
+def test_rows_of_all_parts_are_the_rows_of_the_batch():
+    class Numbers:
+        def row(self, number, length, seed):
+            return number
+
+    parts = [PartOfRows(Numbers(), 6, part, 3) for part in range(3)]
+    assert [[part.row(number, 8, 0) for number in range(4)] for part in parts] == [
+        [0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+
+
+def test_parts_of_a_small_batch_are_filled_with_padding():
+    made = packed_batch(rows=3)
+    parts = [part_of_batch(made, part, 2, torch.device("cpu")) for part in range(2)]
+    assert torch.equal(torch.cat([part.ids_BT for part in parts])[:3], made.ids_BT)
+    assert [part.documents_BT.shape[0] for part in parts] == [2, 2]
+    assert (parts[1].documents_BT[1] == -1).all() and not parts[1].loss_mask_BT[1].any()
+
+
+def test_owners_are_balanced():
+    owners = balanced_owners({"a": 10, "b": 7, "c": 4, "d": 3, "e": 2}, 2)
+    assert owners == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 1}
 
 
 @pytest.mark.parametrize("how", ["dead", "silent"])

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from glm5.device import find_device
 from glm5.errors import CheckpointError, ConfigError, ServiceError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import ModelConfig
@@ -143,7 +144,8 @@ def policy_step(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, batch: Leased
     mismatch = Mismatch()
     loss = entropy = 0.0
     tokens = padded = 0
-    for part in micro_batches(batch, config.max_tokens_per_microbatch):
+    for packed in micro_batches(batch, config.max_tokens_per_microbatch):
+        part = packed.to(model.lm_head.weight.device)
         hidden_BTD = model.hidden(part.ids_BT, part.positions_BT, part.documents_BT, attention="sparse").hidden_BTD
         hidden_MD = hidden_BTD.flatten(0, 1)[part.predictors]
         logprobs = token_logprobs(hidden_MD, model.lm_head.weight, part.labels, config.temperature)
@@ -173,7 +175,7 @@ class Trainer:
         self._log.write_config(config)
         start = latest_checkpoint(run_dir)
         self._tokenizer_dir = init_dir
-        self._model = load_model(start or init_dir, dtype=torch.float32)
+        self._model = load_model(start or init_dir, dtype=torch.float32, device=find_device(config.device))
         freeze(self._model)
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self.state = load_trainer_state(start, self._optimizer) if start else TrainerState()
