@@ -58,14 +58,16 @@ ON_A_PLUGIN = """
 
 def test_a_plugin_that_is_missing_is_named():
     for name, package in (("npu", "torch_npu"), ("musa:0", "torch_musa"), ("mlu", "torch_mlu")):
-        with pytest.raises(ConfigError, match=f"device='{name}' needs the PyTorch plug-in {package}, .*; install {package}"):
+        needs = f"device='{name}' needs the PyTorch plug-in {package}, .*; install {package}"
+        with pytest.raises(ConfigError, match=needs):
             find_device(name)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_a_device_that_is_not_there_is_one_line():
     for name in ("cuda", "cuda:1", "abacus"):
-        with pytest.raises(ConfigError, match=f"device='{name}': this machine has no accelerator that PyTorch sees; use"):
+        lacks = f"device='{name}': this machine has no accelerator that PyTorch sees; use"
+        with pytest.raises(ConfigError, match=lacks):
             find_device(name)
     with pytest.raises(ConfigError, match=r"device='cuda:x': expected a device type and perhaps an index"):
         find_device("cuda:x")

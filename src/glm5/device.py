@@ -1,9 +1,10 @@
 """Devices by name: the only module that knows any. Everything else asks here, or follows the device of a tensor.
 
-A name is ``auto`` (the accelerator of this machine, else its processor), ``cpu``, or any device type that PyTorch or one
-of its plug-ins provides, with an optional index: ``cuda:1``, ``npu``, ``musa:0``. A plug-in is a package that registers
-a device type when it is imported; ``PLUGINS`` names the known ones, and a device that a package not listed here has
-already registered is found by its name alone. What differs between accelerators goes through ``torch.accelerator``.
+A name is ``auto`` (the accelerator of this machine, else its processor), ``cpu``, or any device type that PyTorch or
+one of its plug-ins provides, with an optional index: ``cuda:1``, ``npu``, ``musa:0``. A plug-in is a package that
+registers a device type when it is imported; ``PLUGINS`` names the known ones, and a device that a package not listed
+here has already registered is found by its name alone. What differs between accelerators goes through
+``torch.accelerator``.
 
 PyTorch is imported inside the functions, so that configurations and command lines stay cheap.
 """
@@ -55,7 +56,8 @@ def find_device(name: str = AUTO) -> torch.device:
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type != kind:
         has = f"the accelerator here is {found.type}" if found else "this machine has no accelerator that PyTorch sees"
-        raise ConfigError(f"device={name!r}: {has}; use device=\"auto\", or install the PyTorch build or plug-in for it")
+        raise ConfigError(f"device={name!r}: {has}; use device=\"auto\", or install the PyTorch build or plug-in "
+                          "for it")
     if index and int(index) >= torch.accelerator.device_count():
         raise ConfigError(f"device={name!r}: this machine has {torch.accelerator.device_count()} of them, counted from "
                           "0; give a lower index")

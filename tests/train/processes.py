@@ -1,5 +1,6 @@
 """What the processes of ``test_parallel`` do: one set of four, started once, that forms one layout after the other."""
 
+import functools
 import os
 import shutil
 import socket
@@ -18,21 +19,21 @@ from glm5.train.losses import Objective
 from glm5.train.parallel.layout import Layout, connect
 from glm5.train.parallel.rows import part_of_batch
 from glm5.train.parallel.shards import local_part
-from glm5.train.parallel.spread import Spread
+from glm5.train.parallel.spread import DividedExperts, Spread
 from glm5.train.stages import run_stage
 
 from .conftest import VOCABULARY, packed_batch, tiny_config
 
+_DEADLINE_S = 100.0
+Axes = functools.partial(ParallelConfig, timeout_s=_DEADLINE_S)
 LAYOUTS = {
-    "fsdp2": ParallelConfig(fsdp=2),
-    "ep2": ParallelConfig(ep=2),
-    "cp2": ParallelConfig(cp=2),
-    "tp2": ParallelConfig(tp=2),
-    "fsdp2_ep2": ParallelConfig(fsdp=2, ep=2),
-    "cp2_tp2": ParallelConfig(cp=2, tp=2),
-    "ep4": ParallelConfig(ep=4),
-    "ep2_cp2_recomputed": ParallelConfig(ep=2, cp=2, activation_checkpointing=True),
-    "fsdp2_tp2_recomputed": ParallelConfig(fsdp=2, tp=2, activation_checkpointing=True),
+    "fsdp2": Axes(fsdp=2),
+    "ep2": Axes(ep=2),
+    "cp2": Axes(cp=2),
+    "tp2": Axes(tp=2),
+    "fsdp2_ep2": Axes(fsdp=2, ep=2),
+    "cp2_tp2": Axes(cp=2, tp=2),
+    "ep2_tp2_recomputed": Axes(ep=2, tp=2, activation_checkpointing=True),
 }
 PROCESSES = 4
 JOBS = (*LAYOUTS, "run4", "move4", "dead", "silent")
@@ -41,7 +42,6 @@ OBJECTIVES = {
     "warmup": Objective(attention="dense", main=False, indexer=True, mtp_steps=1, mtp_weight=0.3, balance_weight=0.0),
 }
 OPTIMIZER = OptimizerConfig(lr=0.01, clip_norm=0.5)
-_DEADLINE_S = 60.0
 
 
 def start_model(trains_main=True):
@@ -66,8 +66,8 @@ def train(layout, config, objective, micro_rows=0):
     model = start_model(OBJECTIVES[objective].main)
     spread = Spread(model, layout, config)
     found = {"steps": []}
+    optimizer = spread.optimizer(OptimizerConfig(lr=0.01, clip_norm=0.0))
     for step in range(2):
-        optimizer = spread.optimizer(OptimizerConfig(lr=0.01, clip_norm=0.0)) if step == 0 else optimizer
         part = part_of_batch(batch(step), layout.row_part, layout.row_parts, layout.device)
         result, load_LE = compute_gradients(model, optimizer, OBJECTIVES[objective], part, micro_rows, spread)
         found["steps"].append({"losses": result.losses, "norms": (result.norms.main, result.norms.indexer),
@@ -85,14 +85,9 @@ def train(layout, config, objective, micro_rows=0):
 
 def gradients(spread):
     """Whole gradients by name, on the first process."""
-    found = {}
-    for name, parameter in spread.model.named_parameters():
-        if parameter.grad is None:
-            continue
-        whole = spread._shards.collect({name: local_part(parameter.grad)}, {name: 0}) if spread._shards else {
-            name: parameter.grad.clone()}
-        found |= whole
-    return found
+    local = {name: local_part(parameter.grad).clone() for name, parameter in spread.model.named_parameters()
+             if parameter.grad is not None}
+    return local if spread._shards is None else spread._shards.bring_home(local)
 
 
 def logits(layout, config):
@@ -103,6 +98,18 @@ def logits(layout, config):
         run = spread.bind(lambda model: model(made.ids_BT, made.positions_BT, made.documents_BT).logits)
         places = spread.model.part.local(torch.arange(24).expand(4, 24))[0]
         return {"logits": run(spread.model), "places": places}
+
+
+def lonely_experts(layout):
+    """Process 0 sends all its tokens to its own expert 1, process 1 has no token: outputs and gradients."""
+    whole = start_model().model.layers[1].mlp.experts
+    divided = DividedExperts(whole, layout.meshes.ep.get_group(), layout.rank) if layout.ep > 1 else whole
+    tokens = 0 if layout.rank else 5
+    x_MD = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))[:tokens].requires_grad_()
+    weights_MA = torch.full((tokens, 2), 0.3, requires_grad=True)
+    y_MD = divided(x_MD, torch.ones(tokens, 2, dtype=torch.int64), weights_MA)
+    y_MD.square().sum().backward()
+    return {"y": y_MD.detach(), "dx": x_MD.grad, "dweights": weights_MA.grad, "down": divided.down_proj.grad}
 
 
 def stage(directory, config):
@@ -154,15 +161,18 @@ def lose(rank, how):
 def _jobs(layout, config):
     yield "sparse", train(layout, config, "sparse")
     yield "logits", logits(layout, config)
-    if layout.size == 2:
+    if layout.size == 1 or (layout.size == 2 and layout.ep == 2):
+        yield "lonely", lonely_experts(layout)
+    if layout.size == 2 and layout.ep == 2:
         yield "micro", train(layout, config, "sparse", micro_rows=1)
+    if layout.size == 2 and layout.row_parts == 1:
         yield "warmup", train(layout, config, "warmup")
 
 
 def alone():
     """What one process gives."""
-    return dict(_jobs(Layout(torch.device("cpu"), fsdp=1), ParallelConfig())) | {
-        "warmup": train(Layout(torch.device("cpu")), ParallelConfig(), "warmup")}
+    layout = Layout(torch.device("cpu"))
+    return dict(_jobs(layout, ParallelConfig())) | {"warmup": train(layout, ParallelConfig(), "warmup")}
 
 
 def process(rank, ports, directory):
@@ -172,9 +182,9 @@ def process(rank, ports, directory):
         _join(rank, max(config.fsdp, 1) * config.ep * config.cp * config.tp, next(ports), directory / name,
               lambda config=config: _spread_jobs(config))
     _join(rank, 4, next(ports), directory / "run4", lambda: {
-        "path": run(directory, "four", ParallelConfig(fsdp=2, ep=2))})
+        "path": run(directory, "four", Axes(ep=2, cp=2))})
     _join(rank, 4, next(ports), directory / "move4", lambda: {
-        "path": run(directory, "one_to_four", ParallelConfig(cp=2, tp=2), directory / "one/s/checkpoints/000002")})
+        "path": run(directory, "one_to_four", Axes(fsdp=2, tp=2), directory / "one/s/checkpoints/000002")})
     for how in ("dead", "silent"):
         _join(rank, 2, next(ports), directory / how, lambda how=how: {"message": lose(rank, how)})
 

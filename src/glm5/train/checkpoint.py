@@ -70,7 +70,8 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausalLM,
-                    optimizer_state: Mapping[str, Tensor], tokenizer_dir: Path | None, meta: Mapping[str, Any] | None = None) -> Path:
+                    optimizer_state: Mapping[str, Tensor], tokenizer_dir: Path | None,
+                    meta: Mapping[str, Any] | None = None) -> Path:
     """Write the checkpoint of ``state.step`` and give its directory; an existing one of that step is replaced.
 
     Model and optimizer state are whole, wherever they were trained.

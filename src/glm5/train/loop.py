@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from glm5.data.packing import Batch
+from glm5.device import synchronize
 from glm5.errors import ConfigError
 from glm5.model.moe import update_router_bias
 from glm5.model.transformer import GlmMoeDsaForCausalLM
@@ -142,6 +143,7 @@ class Training:
             self.optimizer.step(factor)
             if config.recipe.trains_main and config.bias_rate:
                 update_router_bias(self.model, load_LE, config.bias_rate)
+        synchronize(self.spread.layout.device)
         seconds = self.spread.layout.agree(time.perf_counter() - started)
         self.state = dataclasses.replace(
             state, step=state.step + 1, data_step=state.data_step + 1, tokens=state.tokens + result.tokens,

@@ -116,8 +116,9 @@ def mtp_mask(batch: Batch, depth: int) -> Tensor:
     return same_BT & _shift(batch.loss_mask_BT, depth, fill=False)
 
 
-def count_step(batch: Batch, mtp_steps: int, total: Callable[[Tensor], Tensor] = lambda counts: counts) -> StepCounts:
-    """Divisors of a step; ``batch`` has its rows, or those of this process, which ``total`` adds to those of the others.
+def count_step(batch: Batch, mtp_steps: int,
+               total: Callable[[Tensor], Tensor] = lambda counts: counts) -> StepCounts:
+    """Divisors of a step from its rows, or from those of this process, which ``total`` adds to those of the others.
 
     A depth without labels counts 1, its sum being 0.
     """

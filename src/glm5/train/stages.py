@@ -25,6 +25,7 @@ from glm5.data.conversations import ConversationDataset, read_conversations, ren
 from glm5.data.long_context import RecallSource
 from glm5.data.mixture import Mixture
 from glm5.data.packing import Batch, RowSource, TokenDataset, batches
+from glm5.device import peak_memory_bytes
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import preset
@@ -86,7 +87,8 @@ def _run(config: StageConfig, run_dir: Path, layout: Layout, evaluate: Evaluate 
                                  state.data_step))
     report_held_out(log, "final", spread, config, held_out, tokenizer)
     log.event("stage_finished", step=training.state.step, tokens=training.state.tokens, checkpoint=final.name,
-              train_s=training.state.elapsed_s, skipped=training.state.skipped)
+              train_s=training.state.elapsed_s, skipped=training.state.skipped,
+              peak_memory_bytes=peak_memory_bytes(layout.device))
     if layout.is_first:
         mark_final(run_dir, final)
     layout.wait()
@@ -183,7 +185,8 @@ def _require_same_config(config: StageConfig, run_dir: Path) -> None:
     except (OSError, ValueError):
         return
     now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in ("parallel", "device"))
+    keys = (before.keys() | now.keys()) - {"parallel", "device"}
+    changed = sorted(key for key in keys if before.get(key) != now.get(key))
     if changed:
         raise ConfigError(f"{run_dir}: holds a finished run with another value of {changed[0]}; choose another run "
                           "directory or remove this one")

@@ -139,8 +139,8 @@ class Layout:
                 ("length", config.length, 2 * self.cp if self.cp > 1 else 1, "2 x cp"),
                 ("num_attention_heads", model.num_attention_heads, self.tp, "tp")):
             if value % divisor:
-                raise ConfigError(f"{what}={value} is not a multiple of {divisor} ({axis} of [parallel]); change one of "
-                                  "them")
+                raise ConfigError(f"{what}={value} is not a multiple of {divisor} ({axis} of [parallel]); change one "
+                                  "of them")
 
 
 @contextmanager
@@ -168,9 +168,9 @@ def connect(config: ParallelConfig, device_name: str) -> Iterator[Layout]:
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
-        raise ServiceError(f"process {rank} of {processes} lost the others ({_first_line(error)}): one of them failed or "
-                           f"did not answer within parallel.timeout_s={config.timeout_s:g}; read the other messages, "
-                           "then start again: the run continues from its last checkpoint") from error
+        raise ServiceError(f"process {rank} of {processes} lost the others ({_first_line(error)}): one of them failed "
+                           f"or did not answer within parallel.timeout_s={config.timeout_s:g}; read the other "
+                           "messages, then start again: the run continues from its last checkpoint") from error
 
 
 def _remaining(config: ParallelConfig, processes: int) -> int:

@@ -23,7 +23,10 @@ from glm5.train.optimizers import GradientNorms, Optimizer, parameter_role, requ
 from glm5.train.parallel.layout import Layout
 from glm5.train.parallel.shards import Shards, balanced_owners, local_part
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTUM = "muon.momentum"
+_MOMENTS = ("adamw.exp_avg", "adamw.exp_avg_sq")
+_STATES = (_MOMENTUM, *_MOMENTS)
+_STEP = "adamw.step"
 
 
 class ShardedOptimizer(Optimizer):
@@ -75,47 +78,42 @@ class ShardedOptimizer(Optimizer):
         for name, gradient in self._collect({name: self._gradient(name) for name in self._owners}).items():
             self._owned[name].grad = gradient
         super().step(lr_scale)
-        like = {name: local_part(self._sharded[name]) for name in self._owners}
-        for name, weight in self._scatter({name: weight.detach() for name, weight in self._owned.items()}, like).items():
-            like[name].copy_(weight)
+        updated = {name: weight.detach() for name, weight in self._owned.items()}
+        shards = {name: local_part(self._sharded[name]) for name in self._owners}
+        for name, weight in self._scatter(updated, shards).items():
+            shards[name].copy_(weight)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole state in host memory on the first process, nothing on the others; one tensor moves at a time."""
+        """The whole state in host memory on the first process, nothing on the others."""
         own, whole = self._state(), {}
-        for name, parameter in self._sharded.items():
-            if self._roles[name] != "matrix":
-                whole[f"adamw.step.{name}"] = own[f"adamw.step.{name}"].to(HOST)
-            for key in self._keys(name):
-                shard = own.get(key)
-                if name in self._owners:
-                    owned = {name: own[key]} if name in self._owned else {}
-                    shard = self._scatter(owned, {name: local_part(parameter)})[name]
-                assert shard is not None
-                collected = self._shards.collect({name: shard}, {name: 0})
-                whole |= {key: tensor.to(HOST) for tensor in collected.values()}
-        return whole if self._layout.is_first else {}
+        for kind in _STATES:
+            shards = {name: own[f"{kind}.{name}"] for name in self._local if kind in self._kinds(name)}
+            if kind == _MOMENTUM:
+                owned = {name: own[f"{kind}.{name}"] for name in self._owned}
+                shards |= self._scatter(owned, {name: local_part(self._sharded[name]) for name in self._owners})
+            whole |= {f"{kind}.{name}": tensor for name, tensor in self._shards.bring_home(shards).items()}
+        steps = {key: tensor.to(HOST) for key, tensor in own.items() if key.startswith(_STEP)}
+        return whole | steps if self._layout.is_first else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this process's part of a whole state. Raises CheckpointError when it is not this optimizer's."""
         expected = {}
         for name in self._sharded:
-            expected |= dict.fromkeys(self._keys(name), self._shards.divisions[name].shape)
+            shape = self._shards.divisions[name].shape
+            expected |= {f"{kind}.{name}": shape for kind in self._kinds(name)}
             if self._roles[name] != "matrix":
-                expected[f"adamw.step.{name}"] = torch.Size()
+                expected[f"{_STEP}.{name}"] = torch.Size()
         require_same_state(expected, {key: tensor.shape for key, tensor in state.items()})
         own = {}
         for name in (*self._owned, *self._local):
-            for key in self._keys(name):
+            for key in (f"{kind}.{name}" for kind in self._kinds(name)):
                 own[key] = state[key] if name in self._owned else self._shards.cut(name, state[key])
-            if self._roles[name] != "matrix":
-                own[f"adamw.step.{name}"] = state[f"adamw.step.{name}"]
+        own |= {key: tensor for key, tensor in state.items() if key.startswith(_STEP)}
         super().load_state_dict(own)
 
-    def _keys(self, name: str) -> list[str]:
-        """Names of the saved tensors that are shaped like parameter ``name``."""
-        if self._roles[name] == "matrix":
-            return [f"muon.momentum.{name}"]
-        return [f"adamw.{moment}.{name}" for moment in _MOMENTS]
+    def _kinds(self, name: str) -> tuple[str, ...]:
+        """Kinds of the saved tensors that are shaped like parameter ``name``."""
+        return (_MOMENTUM,) if self._roles[name] == "matrix" else _MOMENTS
 
     def _gradient(self, name: str) -> Tensor:
         parameter = self._sharded[name]

@@ -16,9 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from glm5.device import HOST
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.train.parallel.collectives import all_to_all
 from glm5.train.parallel.layout import Layout
+
+_AT_ONCE = 1 << 26
+"""Elements that are brought to the first process in one exchange: 256 MiB in fp32."""
 
 Box = tuple[slice, ...]
 """One slice for each dimension of a whole tensor."""
@@ -91,6 +95,21 @@ class Shards:
                 target = wholes[name][self.box(name, rank)]
                 target.copy_(next(pieces).view(target.shape))
         return wholes
+
+    def bring_home(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole tensors in host memory on the first process, nothing on the others; at most about ``_AT_ONCE``
+        elements are whole on the device at a time."""
+        whole: dict[str, Tensor] = {}
+        waiting: dict[str, Tensor] = {}
+        size = 0
+        for number, (name, shard) in enumerate(shards.items(), start=1):
+            waiting[name] = shard
+            size += self.divisions[name].shape.numel()
+            if size >= _AT_ONCE or number == len(shards):
+                arrived = self.collect(waiting, dict.fromkeys(waiting, 0))
+                whole |= {name: tensor.to(HOST) for name, tensor in arrived.items()}
+                waiting, size = {}, 0
+        return whole
 
     def scatter(self, wholes: Mapping[str, Tensor], like: Mapping[str, Tensor],
                 owners: Mapping[str, int]) -> dict[str, Tensor]:

@@ -118,7 +118,7 @@ class DividedExperts(Experts):
         ones_N1 = torch.ones(len(rows_ND), 1, device=x_MD.device)
         out_ND = dispatch.experts(rows_ND, local_ids_N.unsqueeze(1), ones_N1, self.gate_up_proj, self.down_proj)
         home_ND = exchange_rows(out_ND, received, sent, self._group)
-        y_MAD = torch.empty_like(home_ND).index_copy(0, order_N, home_ND).view(*ids_MA.shape, -1)
+        y_MAD = torch.empty_like(home_ND).index_copy(0, order_N, home_ND).view(*ids_MA.shape, x_MD.shape[1])
         return (y_MAD * weights_MA.unsqueeze(-1)).sum(1).to(x_MD.dtype)
 
 
@@ -177,10 +177,8 @@ class Spread:
             return self.model
         with torch.device("meta"):
             whole = GlmMoeDsaForCausalLM(self.model.config)
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():  # one at a time: only one is ever whole on the device
-            collected = self._shards.collect({name: local_part(parameter)}, {name: 0})
-            tensors |= {name: tensor.to(HOST) for name, tensor in collected.items()}
+        tensors = self._shards.bring_home({name: local_part(parameter)
+                                           for name, parameter in self.model.named_parameters()})
         if not self.layout.is_first:
             return None
         tensors |= {name: buffer.to(HOST) for name, buffer in self.model.named_buffers()}
