@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "glm5"
-BASE = {"errors", "records", "config", "runlog", "process", "device"}
+BASE = {"errors", "records", "config", "runlog", "process", "wire", "device"}
 MAY_IMPORT = {
     "errors": set(),
     "records": set(),
     "config": {"errors"},
     "runlog": {"errors"},
     "process": {"errors", "runlog"},
+    "wire": {"errors"},
     "device": {"errors"},
     "tokenizer": BASE,
     "data": BASE | {"tokenizer"},

@@ -25,6 +25,8 @@ model_app = typer.Typer(no_args_is_help=True, help="Model configurations and che
 app.add_typer(env_app, name="env")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(model_app, name="model")
+ledger_app = typer.Typer(no_args_is_help=True, help="Episodes that an RL run recorded.")
+app.add_typer(ledger_app, name="ledger")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides such as steps=100 or optimizer.lr=3e-4.")]
 Port = Annotated[int, typer.Option(help="TCP port; 0 takes a free one.")]
@@ -220,6 +222,59 @@ def model_info(target: Annotated[str, typer.Argument(help="A preset or a checkpo
     _print_results(f"model info {target}", rows, as_json)
 
 
+RunDir = Annotated[Path, typer.Argument(help="Run directory of an RL run.")]
+TasksetFilter = Annotated[str | None, typer.Option("--taskset", help="Only this taskset.")]
+OutcomeFilter = Annotated[str | None, typer.Option("--outcome", help="Only this outcome.")]
+StateFilter = Annotated[str | None, typer.Option("--state", help="Only groups that are ready, leased, acked, dropped.")]
+
+
+@ledger_app.command("show")
+def ledger_show(run_dir: RunDir,
+                as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
+    """Counts of groups and episodes by fate, staleness, and whether the books balance."""
+    from glm5.rl.summary import summary_rows
+
+    _print_results(f"ledger show {run_dir}", summary_rows(run_dir), as_json)
+
+
+@ledger_app.command("list")
+def ledger_list(run_dir: RunDir, taskset: TasksetFilter = None, outcome: OutcomeFilter = None,
+                state: StateFilter = None, limit: Annotated[int, typer.Option(help="Newest so many.")] = 20) -> None:
+    """One line per episode, newest first."""
+    from glm5.rl.replay import EpisodeFilter, read_episodes
+
+    chosen = EpisodeFilter(taskset=taskset, outcome=outcome, state=state, limit=limit)
+    for item in read_episodes(run_dir, chosen):
+        episode = item.episode
+        fate = item.excluded or item.group_reason or item.group_state
+        print(f"{episode.episode_id:40} {episode.outcome:12} reward {episode.reward!s:6} {fate:14} {episode.reason}")
+
+
+@ledger_app.command("export")
+def ledger_export(run_dir: RunDir, output: Annotated[Path, typer.Option(help="JSON lines file to write.")],
+                  taskset: TasksetFilter = None, outcome: OutcomeFilter = None, state: StateFilter = None) -> None:
+    """Write episodes with their exact tokens as JSON lines."""
+    from glm5.rl.replay import EpisodeFilter, export_episodes
+
+    count = export_episodes(run_dir, output, EpisodeFilter(taskset=taskset, outcome=outcome, state=state))
+    print(f"{count} episodes in {output}")
+
+
+@ledger_app.command("replay")
+def ledger_replay(run_dir: RunDir, episode_id: str,
+                  checkpoint: Annotated[Path, typer.Option(help="Tokenizer to decode with; weights to score with.")],
+                  score: Annotated[bool, typer.Option(help="Also compare the recorded log-probs with those that the "
+                                                           "checkpoint gives now.")] = True,
+                  as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
+    """Show an episode as text, and how a checkpoint scores it."""
+    from glm5.rl.replay import mismatch_rows, read_episode, transcript
+
+    item = read_episode(run_dir, episode_id)
+    print(transcript(item, checkpoint), file=sys.stderr if as_json else sys.stdout)
+    if score:
+        _print_results(f"ledger replay {episode_id}", mismatch_rows(item, checkpoint), as_json)
+
+
 def _run_dir(config: Path, name: str) -> Path:
     """Where a stage runs by default: beside the stages of the pipeline whose configurations lie in the same folder."""
     return Path("runs") / config.resolve().parent.name / name
@@ -252,7 +307,8 @@ def main() -> None:
             print("interrupted; run the same command again to continue", file=sys.stderr)
         raise
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
+                               errno.ENOTDIR, errno.EEXIST):
             raise
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{error.strerror}; free some space or choose another run directory, then run again",

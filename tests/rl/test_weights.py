@@ -74,9 +74,8 @@ def test_a_version_without_manifest_is_one_line(tmp_path):
         read_version(version_directory(tmp_path, 3))
 
 
-def test_retention_keeps_the_newest_and_what_dead_writers_left_goes(model, checkpoint, tmp_path):
+def test_retention_keeps_the_newest(model, checkpoint, tmp_path):
     publish_some(model, checkpoint, tmp_path, [1, 2, 3, 4])
-    (tmp_path / "weights" / ".writing-1-v00000009").mkdir()
     retain(tmp_path, 2)
     assert newest_version(tmp_path) == 4
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["LATEST", "v00000003", "v00000004"]

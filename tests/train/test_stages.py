@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from glm5.data.conversations import read_conversations, render_conversation
-from glm5.errors import CheckpointError, ConfigError
+from glm5.errors import CheckpointError, ConfigError, ServiceError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import ModelConfig
+from glm5.process import lock_directory
 from glm5.runlog import read_jsonl
 from glm5.tokenizer.bpe import load_tokenizer, train_tokenizer
 from glm5.train.checkpoint import read_meta
@@ -70,6 +71,14 @@ def weights(path):
     return load_model(path).state_dict()
 
 
+def stop_after(step, config, run_dir):
+    def stop(model, step):
+        raise KeyboardInterrupt
+
+    evaluation = dataclasses.replace(config.evaluation, every=step)
+    run_stage(dataclasses.replace(config, evaluation=evaluation), run_dir, stop)
+
+
 def test_the_recipe_runs_from_random_weights_to_fine_tuning(world):
     pretrain = world.run("pretrain")
     raised = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
@@ -104,12 +113,8 @@ def test_a_stage_stopped_half_way_ends_with_the_weights_of_an_uninterrupted_one(
     config = world.config("pretrain", steps=5)
     straight = run_stage(config, tmp_path / "straight")
 
-    def stop(model, step):
-        raise KeyboardInterrupt
-
-    evaluation = dataclasses.replace(config.evaluation, every=3)
     with pytest.raises(KeyboardInterrupt):
-        run_stage(dataclasses.replace(config, evaluation=evaluation), tmp_path / "stopped", stop)
+        stop_after(3, config, tmp_path / "stopped")
     resumed = run_stage(config, tmp_path / "stopped")
     events = read_jsonl(tmp_path / "stopped" / "events.jsonl")
     assert [event["step"] for event in events if event["kind"] == "stage_started"] == [0, 2]
@@ -145,6 +150,32 @@ def test_frozen_indexers_stay_as_they_are_in_fine_tuning(world, tmp_path):
     one, three = weights(run_stage(first, tmp_path / "one")), weights(run_stage(config, tmp_path / "three"))
     unchanged = {name for name in one if torch.equal(one[name], three[name])}
     assert unchanged == {name for name in one if ".indexer." in name}
+
+
+def test_a_second_process_in_the_directory_of_a_stage_is_refused(world, tmp_path):
+    with lock_directory(tmp_path / "p"), pytest.raises(ServiceError, match="is running here; wait for it"):
+        run_stage(world.config("pretrain"), tmp_path / "p")
+    assert [path.name for path in (tmp_path / "p").iterdir()] == [".lock"]
+
+
+def test_a_continued_stage_outlives_the_checkpoint_that_it_started_from(world, tmp_path):
+    config = world.config("pretrain", steps=5, checkpoint_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        stop_after(2, config, tmp_path / "p")
+    assert run_stage(config, tmp_path / "p").name == "000005"
+    assert sorted(path.name for path in (tmp_path / "p" / "checkpoints").iterdir()) == ["000004", "000005"]
+
+
+def test_a_checkpoint_with_another_tokenizer_is_refused(world, tmp_path):
+    first = run_stage(world.config("pretrain", steps=1), tmp_path / "p")
+    other = tmp_path / "other"
+    train_tokenizer(["entirely different words, entirely different merges " * 20], 310).save(other)
+    with pytest.raises(CheckpointError, match=r"other/tokenizer\.json: differs from .*000001/tokenizer\.json"):
+        run_stage(world.config("midtrain", init=str(first), model={}, tokenizer=str(other)), tmp_path / "m")
+    (first / "tokenizer.json").write_text((first / "tokenizer.json").read_text() + " ")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: SHA-256 .*meta\.json says"):
+        run_stage(world.config("midtrain", init=str(first), model={}, tokenizer=""), tmp_path / "m")
+    assert [path.name for path in (tmp_path / "m").iterdir()] == [".lock"]
 
 
 def test_a_missing_predecessor_and_a_tokenizer_that_does_not_fit_are_named(world, tmp_path):

@@ -26,6 +26,7 @@ import torch
 
 from glm5.data.sources import Document, corpus_fingerprint, read_documents, split_by_file
 from glm5.errors import DataError
+from glm5.runlog import progress_bar, remove_leftovers, temporary_path
 from glm5.tokenizer import Tokenizer
 
 _DOCUMENTS_PER_CALL = 64
@@ -205,12 +206,15 @@ def _tokenise(documents: Iterable[Document], tokenizer: Tokenizer) -> tuple[np.n
     pieces: list[np.ndarray] = []
     table: list[tuple[int, int]] = []
     end = 0
-    iterator = iter(documents)
-    while texts := [document.text for document in islice(iterator, _DOCUMENTS_PER_CALL)]:
-        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-            pieces.append(np.array([*ids, tokenizer.pad_id], dtype=dtype))
-            end += len(ids) + 1
-            table.append((end, len(text.encode("utf-8", "replace"))))
+    texts = [document.text for document in documents]
+    with progress_bar("tokenise", len(texts)) as bar:
+        for start in range(0, len(texts), _DOCUMENTS_PER_CALL):
+            group = texts[start : start + _DOCUMENTS_PER_CALL]
+            for text, ids in zip(group, tokenizer.encode_batch(group), strict=True):
+                pieces.append(np.array([*ids, tokenizer.pad_id], dtype=dtype))
+                end += len(ids) + 1
+                table.append((end, len(text.encode("utf-8", "replace"))))
+            bar.advance(len(table), end)
     if not pieces:
         raise DataError("corpus: no text; name a source that has some")
     return np.concatenate(pieces), np.array(table, dtype=np.int64)
@@ -229,13 +233,15 @@ def _load_cache(stem: Path) -> tuple[np.ndarray, np.ndarray] | None:
 def _save_cache(stem: Path, ids: np.ndarray, table: np.ndarray) -> None:
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(stem.parent)
         for name, array in (("documents", table), ("tokens", ids)):
-            unfinished = f"{stem}.{name}.{os.getpid()}.tmp"
+            target = stem.with_name(f"{stem.name}.{name}.npy")
+            unfinished = temporary_path(target)
             try:
                 with open(unfinished, "wb") as stream:
                     np.save(stream, array)
-                os.replace(unfinished, f"{stem}.{name}.npy")
+                os.replace(unfinished, target)
             finally:
-                Path(unfinished).unlink(missing_ok=True)
+                unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(f"{stem.parent}: cannot write the token cache ({error.strerror}); free space there") from None

@@ -16,7 +16,6 @@ Writing goes to a temporary directory beside the target, is flushed to the disk 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -33,6 +32,7 @@ from glm5.errors import CheckpointError
 from glm5.model.config import ModelConfig
 from glm5.model.moe import Experts
 from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.runlog import flush_to_disk, replace_directory, temporary_path
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -81,7 +81,7 @@ def save_model(model: GlmMoeDsaForCausalLM, directory: str | Path, tokenizer_sou
     (nothing is left half-written) or the target is a directory of something else.
     """
     directory = Path(directory)
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(directory)
     try:
         if directory.exists() and any(directory.iterdir()) and not (directory / "config.json").exists():
             raise CheckpointError(f"{directory}: exists and has no config.json, so it is not a checkpoint to replace; "
@@ -91,8 +91,8 @@ def save_model(model: GlmMoeDsaForCausalLM, directory: str | Path, tokenizer_sou
         if tokenizer_source is not None:
             _copy_tokenizer(Path(tokenizer_source), temporary)
         for path in (*temporary.iterdir(), temporary):
-            _flush(path)
-        _put_in_place(temporary, directory)
+            flush_to_disk(path)
+        replace_directory(temporary, directory)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"{directory}: cannot be written ({reason}); free space or choose another "
@@ -259,21 +259,3 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _put_in_place(temporary: Path, directory: Path) -> None:
-    """Rename; an existing checkpoint is moved aside first and removed after."""
-    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
-    if directory.exists():
-        os.rename(directory, old)
-    os.rename(temporary, directory)
-    _flush(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)

@@ -12,11 +12,7 @@ none. Groups that a dead orchestrator left open are dropped as ``interrupted``.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -44,6 +40,8 @@ POLL_S = 0.05
 TASK_BLOCK = 64
 """Task ids fetched at once."""
 AUDIT_PERIOD_S = 10.0
+CLEANUP_S = 2.0
+"""How long a cancelled attempt may take to end its session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +68,8 @@ class Orchestrator:
         self._started = self._finished = 0
         self._wake = asyncio.Event()
         self._last_audit = 0.0
+        self.failure: BaseException | None = None
+        """What ended the loop, None while it runs."""
 
     async def run(self) -> None:
         """Open and run groups until cancelled."""
@@ -89,6 +89,10 @@ class Orchestrator:
             await asyncio.gather(*self._groups, return_exceptions=True)
             self._ledger.drop_open_groups("run_ended")
             self._ledger.close()
+
+    def note_end(self, loop: asyncio.Task[None]) -> None:
+        """Keep what ended ``run``, if it was not cancelled."""
+        self.failure = None if loop.cancelled() else loop.exception()
 
     def stats(self) -> dict[str, Any]:
         """What runs, what became of what ran, who serves."""
@@ -194,6 +198,7 @@ class Orchestrator:
             await asyncio.wait({running})
         finally:
             running.cancel()
+            await asyncio.wait({running}, timeout=CLEANUP_S)  # it closes its session and its connections
             attempts.discard(running)
             self.registry.get(service.service_id).running -= 1
         if running.cancelled():
@@ -270,7 +275,7 @@ def build_app(orchestrator: Orchestrator) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         loop = asyncio.create_task(orchestrator.run())
-        loop.add_done_callback(_end_process_on_failure)
+        loop.add_done_callback(orchestrator.note_end)
         try:
             yield
         finally:
@@ -284,20 +289,14 @@ def build_app(orchestrator: Orchestrator) -> Starlette:
 
 def run_orchestrator(config: Path, run_dir: Path, gateway_url: str, host: str = "127.0.0.1", port: int = 0,
                      ready_file: Path | None = None) -> None:
-    """Run until SIGTERM. ``config`` is a TOML file or the ``config.json`` of a run."""
+    """Run until SIGTERM, or raise what ended the loop. ``config`` is a TOML file or the ``config.json`` of a run."""
     loaded = read_rl_config(config)
     if port:
         bind(host, port).close()  # a taken port is reported before anything is written
     run_dir.mkdir(parents=True, exist_ok=True)
-    serve_app(build_app(Orchestrator(loaded, run_dir, gateway_url)), host, port, ready_file)
+    orchestrator = Orchestrator(loaded, run_dir, gateway_url)
+    serve_app(build_app(orchestrator), host, port, ready_file, lambda: orchestrator.failure)
 
 
 def _refusal(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
-
-
-def _end_process_on_failure(loop: asyncio.Task[None]) -> None:
-    """A loop that failed must not leave a process that looks well; the supervisor starts a new one."""
-    if not loop.cancelled() and loop.exception() is not None:
-        traceback.print_exception(loop.exception(), file=sys.stderr)
-        os.kill(os.getpid(), signal.SIGTERM)

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from glm5.engine.config import EngineConfig
 from glm5.engine.generation import Generation
-from glm5.errors import CheckpointError, Glm5Error
+from glm5.errors import Glm5Error
 from glm5.process import bind, serve_app
 from glm5.serve.answer import TextRequest
 from glm5.serve.metrics import Metrics
@@ -260,19 +260,9 @@ def serve(
     tokenizer = load_tokenizer(path)
     engine = Engine.from_directory(path, tokenizer.stop_ids, engine_config, weight_version)
     try:
-        check_vocabulary(tokenizer, engine.vocab_size, path)
         serve_app(build_app(engine, tokenizer, path.resolve().name), host, port, ready_file)
     finally:
         engine.close()
-
-
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, directory: Path) -> None:
-    """Raises CheckpointError when the model has fewer embedding rows than the tokenizer has ids."""
-    if tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, the model only {vocab_size} rows; "
-            "put the model's own tokenizer.json there"
-        )
 
 
 async def _token_events(generation: Generation) -> AsyncIterator[bytes]:

@@ -99,17 +99,15 @@ def open_target(target: str | Path) -> Iterator[Target]:
         with httpx.Client(base_url=str(target).rstrip("/").removesuffix("/v1"), timeout=timeout) as client:
             yield _Remote(client)
         return
-    from glm5.engine.engine import Engine
-    from glm5.serve.app import check_vocabulary
     from glm5.tokenizer.bpe import load_tokenizer
 
-    tokenizer = load_tokenizer(target)
+    tokenizer = load_tokenizer(target)  # what is wrong with it is said before torch is loaded
+    from glm5.engine.engine import Engine
+
     with (
         Engine.from_directory(target, tokenizer.stop_ids, EngineConfig(max_slots=1)) as engine,
         asyncio.Runner() as runner,
     ):
-        check_vocabulary(tokenizer, engine.vocab_size, Path(target))
-
         def start(path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
             from glm5.serve.openai import answer_events, parse_chat, parse_completion
 

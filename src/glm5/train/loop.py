@@ -29,7 +29,13 @@ from glm5.errors import ConfigError
 from glm5.model.moe import update_router_bias
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.runlog import ProgressBar, RunLog, progress_bar
-from glm5.train.checkpoint import TrainerState, checkpoint_path, prune_checkpoints, save_checkpoint
+from glm5.train.checkpoint import (
+    TrainerState,
+    checkpoint_path,
+    latest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from glm5.train.config import StageConfig
 from glm5.train.losses import Objective, count_step
 from glm5.train.optimizers import GradientNorms, Optimizer
@@ -129,7 +135,9 @@ class Training:
         facts = {"stage": self.config.stage, "name": self.config.name, "parent": self.config.init}
         model, optimizer_state = self.spread.whole_model(), self.optimizer.state_dict()
         if model is not None:
-            save_checkpoint(self.run_dir, self.state, model, optimizer_state, self._tokenizer_dir, facts)
+            # What the run started from may be gone.
+            tokenizer_dir = latest_checkpoint(self.run_dir) or self._tokenizer_dir
+            save_checkpoint(self.run_dir, self.state, model, optimizer_state, tokenizer_dir, facts)
             prune_checkpoints(self.run_dir, _KEEP_LAST, frozenset({self.state.best_step}))
         self.spread.layout.wait()
 

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ from glm5.errors import CheckpointError, ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import preset
 from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.process import lock_directory
 from glm5.runlog import RunLog
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
+from glm5.tokenizer.fit import require_same_tokenizer
 from glm5.train.checkpoint import TrainerState, final_checkpoint, latest_checkpoint, load_trainer_state, mark_final
 from glm5.train.config import DataConfig, StageConfig
 from glm5.train.loop import Evaluate, Training
@@ -48,23 +51,25 @@ def run_stage(config: StageConfig, run_dir: Path, evaluate: Evaluate | None = No
 
     ``evaluate`` is called every ``evaluation.every`` steps with the model and the step and gives named numbers; with
     ``evaluation.patience`` it decides when to stop and which checkpoint is the best. A finished run is returned as it
-    is. Raises ConfigError, DataError or CheckpointError in one line.
+    is. Raises ConfigError, DataError, CheckpointError, or ServiceError when another process runs there, in one line.
     """
     finished = final_checkpoint(run_dir)
     if finished is not None:
         _require_same_config(config, run_dir)
         return finished
     with connect(config.parallel, config.device) as layout:
-        return _run(config, run_dir, layout, evaluate)
+        with lock_directory(run_dir) if layout.is_first else nullcontext():
+            return _train(config, run_dir, layout, evaluate)
 
 
-def _run(config: StageConfig, run_dir: Path, layout: Layout, evaluate: Evaluate | None) -> Path:
+def _train(config: StageConfig, run_dir: Path, layout: Layout, evaluate: Evaluate | None) -> Path:
     latest = latest_checkpoint(run_dir)
     start = latest or resolve_init(config.init, run_dir)
+    if start and config.tokenizer:
+        require_same_tokenizer(start, Path(config.tokenizer))
     tokenizer_dir = start or Path(config.tokenizer)
     tokenizer = load_tokenizer(tokenizer_dir)
     model = load_model(start, config_overrides=config.model) if start else fresh_model(config, tokenizer)
-    _require_fit(model, tokenizer, tokenizer_dir)
     layout.check(config, model.config)
     with layout.first_alone():  # the others find the token cache
         train_rows = training_rows(config, tokenizer, run_dir.parent / "token-cache")
@@ -111,9 +116,12 @@ def resolve_init(init: str, run_dir: Path) -> Path | None:
 
 
 def fresh_model(config: StageConfig, tokenizer: Tokenizer) -> GlmMoeDsaForCausalLM:
-    """Random weights in the shape of the preset, with the special ids of ``tokenizer``."""
+    """Random weights in the shape of the preset, with the special ids of ``tokenizer``. Raises CheckpointError."""
     special = {"eos_token_id": tokenizer.stop_ids, "pad_token_id": tokenizer.pad_id}
     shape = preset(config.preset).replace(**{**special, **config.model})
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise CheckpointError(f"{config.tokenizer}: the tokenizer has {tokenizer.vocab_size} ids, the model vocab_size="
+                              f"{shape.vocab_size}; raise model.vocab_size or train a smaller tokenizer")
     return GlmMoeDsaForCausalLM(shape, generator=torch.Generator().manual_seed(config.seed))
 
 
@@ -170,12 +178,6 @@ def _label_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
     """UTF-8 bytes of the text that the labels of ``batch`` stand for; the end of a document stands for none."""
     labels = [row[1:][mask[:-1]].tolist() for row, mask in zip(batch.ids_BT, batch.loss_mask_BT, strict=True)]
     return sum(len(tokenizer.decode(ids, skip_special=True).encode()) for ids in labels)
-
-
-def _require_fit(model: GlmMoeDsaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise CheckpointError(f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, the model vocab_size="
-                              f"{model.config.vocab_size}; use the tokenizer that the model was trained with")
 
 
 def _require_same_config(config: StageConfig, run_dir: Path) -> None:
