@@ -24,7 +24,7 @@ from glm5.train.stages import run_stage
 
 from .conftest import VOCABULARY, packed_batch, tiny_config
 
-_DEADLINE_S = 100.0
+_DEADLINE_S = 300.0
 Axes = functools.partial(ParallelConfig, timeout_s=_DEADLINE_S)
 LAYOUTS = {
     "fsdp2": Axes(fsdp=2),
@@ -129,10 +129,12 @@ def stage(directory, config):
 def run(directory, name, config, start=None):
     """Run the stage as ``directory/name/s``, from a copy of checkpoint ``start`` when given."""
     run_dir = directory / name / "s"
-    if start is not None and os.environ.get("RANK", "0") == "0":
-        shutil.copytree(start, run_dir / "checkpoints" / start.name)
-    elif start is not None:
-        wait_for(run_dir / "checkpoints" / start.name / "meta.json")
+    copy = None if start is None else run_dir / "checkpoints" / start.name
+    if copy is not None and os.environ.get("RANK", "0") == "0":
+        shutil.copytree(start, copy.with_name("copy"))
+        copy.with_name("copy").rename(copy)
+    elif copy is not None:
+        wait_for(copy)
     return run_stage(stage(directory, config), run_dir)
 
 
@@ -141,7 +143,6 @@ def wait_for(path):
     while not path.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    time.sleep(0.2)  # the rest of the directory
 
 
 def lose(rank, how):
@@ -195,8 +196,9 @@ def _spread_jobs(config):
 
 
 def _join(rank, world, port, path, job):
-    """Do ``job`` as process ``rank`` of ``world``, if it is one of them, and save what it gives."""
+    """Do ``job`` as process ``rank`` of ``world``, and save what it gives; wait for those who do when it is not one."""
     if rank >= world:
+        wait_for(Path(f"{path}.0.pt"))
         return
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
                    "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
