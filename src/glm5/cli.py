@@ -25,6 +25,8 @@ model_app = typer.Typer(no_args_is_help=True, help="Model configurations and che
 app.add_typer(env_app, name="env")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(model_app, name="model")
+bench_app = typer.Typer(no_args_is_help=True, help="Measurements against other implementations.")
+app.add_typer(bench_app, name="bench")
 ledger_app = typer.Typer(no_args_is_help=True, help="Episodes that an RL run recorded.")
 app.add_typer(ledger_app, name="ledger")
 
@@ -45,6 +47,7 @@ def run(config: Path, overrides: Overrides = None) -> None:
 
 @app.command()
 def train(config: Path, run_dir: Annotated[Path | None, typer.Option(help="Run directory.")] = None,
+          replay: Annotated[int, typer.Option(help="Run the batch of this skipped step again, row by row.")] = 0,
           device: Device = None, overrides: Overrides = None) -> None:
     """Run one training stage up to SFT. Continues from its newest complete checkpoint.
 
@@ -52,9 +55,12 @@ def train(config: Path, run_dir: Annotated[Path | None, typer.Option(help="Run d
     """
     from glm5.config import load_config
     from glm5.train.config import StageConfig
-    from glm5.train.stages import run_stage
+    from glm5.train.stages import replay_step, run_stage
 
     stage = load_config(StageConfig, config, [*(overrides or []), *([f"device={device}"] if device else [])])
+    if replay:
+        _print_results(f"train --replay {replay}", replay_step(stage, run_dir or _run_dir(config, stage.name), replay))
+        return
     final = run_stage(stage, run_dir or _run_dir(config, stage.name))
     if os.environ.get("RANK", "0") == "0":  # one of the processes that torchrun starts
         print(final)
@@ -220,6 +226,17 @@ def model_info(target: Annotated[str, typer.Argument(help="A preset or a checkpo
     rows = [{"name": f"parameters.{name}", "value": value, "unit": "parameters"}
             for name, value in parameter_counts(config).items()]
     _print_results(f"model info {target}", rows, as_json)
+
+
+@bench_app.command("train")
+def bench_train(section: Annotated[list[str] | None, typer.Option(help="transformers, memory, tokens or sparse; "
+                                   "repeat for several, none for all.")] = None,
+                rounds: Annotated[int, typer.Option(help="Steps that are timed.")] = 5,
+                as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
+    """Training steps against Transformers, tokens per second by model size, sparse attention over 16K tokens."""
+    from glm5.train.benchmark import SECTIONS, Options, measure
+
+    _print_results("bench train", measure(Options(tuple(section or SECTIONS), rounds)), as_json)
 
 
 RunDir = Annotated[Path, typer.Argument(help="Run directory of an RL run.")]

@@ -16,9 +16,9 @@ from glm5.errors import ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.runlog import read_jsonl
 from glm5.tokenizer.bpe import train_tokenizer
-from glm5.train.config import ParallelConfig
+from glm5.train.config import BatchRampConfig, ParallelConfig
 from glm5.train.parallel.layout import Layout, connect
-from glm5.train.parallel.rows import PartOfRows, part_of_batch
+from glm5.train.parallel.rows import part_of_batch
 from glm5.train.parallel.shards import balanced_owners
 
 from .conftest import packed_batch
@@ -194,6 +194,8 @@ def test_axes_that_do_not_multiply_to_the_processes_are_refused(config, message)
     ({"fsdp": 3}, {}, r"batch_rows=4 is not a multiple of 3 \(fsdp x ep of \[parallel\]\)"),
     ({"ep": 3}, {"batch_rows": 3}, r"n_routed_experts=4 is not a multiple of 3 \(ep of"),
     ({"cp": 5}, {}, r"length=24 is not a multiple of 10 \(2 x cp of"),
+    ({"fsdp": 2}, {"batch_ramp": BatchRampConfig(first_rows=2, steps=2)}, r"batch_ramp: the 3 rows of step 2 are not a "
+                                                                          r"multiple of 2 \(fsdp x ep of"),
     ({"tp": 4}, {}, r"num_attention_heads=2 is not a multiple of 4 \(tp of"),
 ])
 def test_a_layout_that_does_not_divide_stage_and_model_is_refused(tmp_path, axes, changes, message):
@@ -201,16 +203,6 @@ def test_a_layout_that_does_not_divide_stage_and_model_is_refused(tmp_path, axes
     config = dataclasses.replace(stage(tmp_path, ParallelConfig()), **changes)
     with pytest.raises(ConfigError, match=message):
         layout.check(config, start_model().config)
-
-
-def test_rows_of_all_parts_are_the_rows_of_the_batch():
-    class Numbers:
-        def row(self, number, length, seed):
-            return number
-
-    parts = [PartOfRows(Numbers(), 6, part, 3) for part in range(3)]
-    assert [[part.row(number, 8, 0) for number in range(4)] for part in parts] == [
-        [0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
 
 
 def test_parts_of_a_small_batch_are_filled_with_padding():

@@ -8,7 +8,8 @@ Gradient rules: the indexer sees detached inputs, selection carries no gradient,
 compares its scores with the layer's own attention, detached. So the language-model loss never reaches the indexer and
 the indexer loss reaches nothing else.
 
-Queries are processed span by span (``PackedRows.spans``). In long rows each span is recomputed in the backward pass, so
+Where the kernels prefer it, sparse attention works on lists of selected keys. Otherwise queries are processed span by
+span (``PackedRows.spans``) under masks. In long rows each span is recomputed in the backward pass, so
 that no tensor of size [B, H, T, T] is ever alive.
 
 Letters: B batch, T queries, S keys, M flattened tokens, P slots, D hidden, H heads, N/R nope/rope dims, V value dim,
@@ -50,7 +51,8 @@ class AttentionResult:
 
     out_BTD: Tensor
     selection: tuple[Tensor, ...] | None
-    """Selected keys of each span, [B, t, S] bool, for layers that share them; None when attention was dense."""
+    """Selected keys for layers that share them: a list of positions [B, T, K] for all queries, or a mask [B, t, S] for
+    each span; None when attention was dense."""
     indexer_kl: Tensor | None
     """Mean KL over query rows, scalar, when asked for and this layer has an indexer."""
 
@@ -102,6 +104,9 @@ class MultiHeadLatentAttention(nn.Module):
         k_nope_BSHN, v_BSHV = kv_BSHE.split([self.nope_dim, self.value_dim], dim=-1)
         k_BSHK = torch.cat([k_nope_BSHN, rope_BSR.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1)
         index = self._index(x_BTD, q_latent_BTQ, packed, mode)
+        if self._selects(packed, mode) and dispatch.prefers_lists(q_BTHK):
+            positions_BTK = shared[0] if self.indexer is None and shared is not None else None
+            return self._attend_lists(q_BTHK, k_BSHK, v_BSHV, index, positions_BTK, packed, mode)
 
         outputs, selections, kl_sums = [], [], []
         for number, span in enumerate(packed.spans):
@@ -169,14 +174,34 @@ class MultiHeadLatentAttention(nn.Module):
 
     def _index(self, x_BTD: Tensor, q_latent_BTQ: Tensor, packed: PackedRows, mode: AttentionMode) -> Index | None:
         """Index queries, head weights and keys, when selection or the loss needs them: detached from the main path."""
-        must_select = mode.sparse and packed.longest > self.index_topk
-        if self.indexer is None or not (mode.indexer_loss or must_select):
+        if self.indexer is None or not (mode.indexer_loss or self._selects(packed, mode)):
             return None
         with torch.set_grad_enabled(mode.indexer_loss and torch.is_grad_enabled()):
             x_BTD = x_BTD.detach()
             q_BTJX, w_BTJ = self.indexer.queries(x_BTD, q_latent_BTQ.detach(), packed.cos_BTR2, packed.sin_BTR2)
             keys_BTX = self.indexer.keys(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
             return q_BTJX, w_BTJ, packed.part.gather(keys_BTX)
+
+    def _selects(self, packed: PackedRows, mode: AttentionMode) -> bool:
+        """Whether some query, local or not, sees more keys than sparse attention keeps."""
+        return mode.sparse and packed.longest > self.index_topk
+
+    def _attend_lists(self, q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: Index | None,
+                      positions_BTK: Tensor | None, packed: PackedRows, mode: AttentionMode) -> AttentionResult:
+        """Sparse attention by lists of keys, those given or those that the indexer selects.
+
+        Time but for the selection, and memory, are proportional to the length of the lists: no mask, no recomputation.
+        """
+        kl = None
+        if positions_BTK is None:
+            assert index is not None and self.indexer is not None
+            positions_BTK = dispatch.select_positions(index[0], index[2], index[1], self.indexer.scale,
+                                                      *packed.visible_keys(), self.index_topk)
+        out_BTHV, target_BTK = dispatch.selected_attention(q_BTHK, k_BSHK, v_BSHV, positions_BTK, self.scale)
+        if mode.indexer_loss and index is not None and self.indexer is not None:
+            target_BTK = self.part.mean(target_BTK)
+            kl = dispatch.selected_kl(index[0], index[2], index[1], self.indexer.scale, positions_BTK, target_BTK)
+        return AttentionResult(self.part.leave(self.o_proj(out_BTHV.flatten(2))), (positions_BTK,), kl)
 
     def _attend(self, q_BtHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: Index | None, inherited_BtS: Tensor | None,
                 packed: PackedRows, span: Span, mode: AttentionMode) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -144,6 +144,8 @@ class Objective:
     """Weight of the mean over depths."""
     balance_weight: float
     """Weight of the expert balance loss."""
+    indexer_weight: float = 1.0
+    """Weight of the KL losses; 0 leaves gradients of zeros, so that every process has the same ones to reduce."""
 
     def __call__(self, model: GlmMoeDsaForCausalLM, batch: Batch, counts: StepCounts) -> Losses:
         """Losses of ``batch``, which is a step with ``counts`` or a part of it."""
@@ -174,7 +176,8 @@ class Objective:
         if self.main and self.balance_weight:
             balance = torch.stack([output.balance_loss, *(step.balance_loss / depths for step in mtp_outputs)]).sum()
             parts["balance_loss"] = balance * (batch.ids_BT.shape[0] / counts.rows)
-        weights = {"mtp_loss": self.mtp_weight, "balance_loss": self.balance_weight}
+        weights = {"mtp_loss": self.mtp_weight, "balance_loss": self.balance_weight,
+                   "indexer_kl": self.indexer_weight, "mtp_indexer_kl": self.indexer_weight}
         total = torch.stack([weights.get(name, 1.0) * part for name, part in parts.items()]).sum()
         detached = {name: part.detach() for name, part in parts.items()}
         return Losses(total=total, parts=detached, load_LE=torch.cat(loads))

@@ -25,7 +25,7 @@ from torch import nn
 from glm5.data.conversations import ConversationDataset, read_conversations, render_conversation
 from glm5.data.long_context import RecallSource
 from glm5.data.mixture import Mixture
-from glm5.data.packing import Batch, RowSource, TokenDataset, batches
+from glm5.data.packing import Batch, RowSource, TokenDataset, collate
 from glm5.device import peak_memory_bytes
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.checkpoint import load_model
@@ -37,10 +37,11 @@ from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 from glm5.tokenizer.fit import require_same_tokenizer
 from glm5.train.checkpoint import TrainerState, final_checkpoint, latest_checkpoint, load_trainer_state, mark_final
 from glm5.train.config import DataConfig, StageConfig
-from glm5.train.loop import Evaluate, Training
+from glm5.train.guard import replay
+from glm5.train.loop import Evaluate, Training, objective_of
 from glm5.train.parallel.layout import Layout, connect
-from glm5.train.parallel.rows import PartOfRows
 from glm5.train.parallel.spread import Spread
+from glm5.train.schedules import row_ranges
 
 _SPLIT_SEED = 0
 _HELD_OUT_BATCH_ROWS = 8
@@ -87,9 +88,9 @@ def _train(config: StageConfig, run_dir: Path, layout: Layout, evaluate: Evaluat
     if state.step == 0:
         report_held_out(log, "initial", spread, config, held_out, tokenizer)
     training = Training(config, run_dir, model, optimizer, state, tokenizer_dir, evaluate, spread)
-    mine = PartOfRows(train_rows, config.batch_rows, layout.row_part, layout.row_parts)
-    final = training.run(batches(mine, config.batch_rows // layout.row_parts, config.length, config.seed,
-                                 state.data_step))
+    ranges = row_ranges(config, state.data_step, layout.row_part, layout.row_parts)
+    final = training.run(collate([train_rows.row(number, config.length, config.seed) for number in numbers])
+                         for numbers in ranges)
     report_held_out(log, "final", spread, config, held_out, tokenizer)
     log.event("stage_finished", step=training.state.step, tokens=training.state.tokens, checkpoint=final.name,
               train_s=training.state.elapsed_s, skipped=training.state.skipped,
@@ -98,6 +99,11 @@ def _train(config: StageConfig, run_dir: Path, layout: Layout, evaluate: Evaluat
         mark_final(run_dir, final)
     layout.wait()
     return final
+
+
+def replay_step(config: StageConfig, run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Run the batch of a step that the guard refused again, row by row; give result rows. Raises CheckpointError."""
+    return replay(run_dir, step, objective_of(config), resolve_init(config.init, run_dir))
 
 
 def resolve_init(init: str, run_dir: Path) -> Path | None:

@@ -30,6 +30,7 @@ from glm5.device import collective_backend, find_device, is_lost_peer, local_dev
 from glm5.errors import ConfigError, ServiceError
 from glm5.model.config import ModelConfig
 from glm5.train.config import ParallelConfig, StageConfig
+from glm5.train.schedules import rows_of_step
 
 T = TypeVar("T")
 
@@ -133,6 +134,10 @@ class Layout:
 
     def check(self, config: StageConfig, model: ModelConfig) -> None:
         """Raise ConfigError when stage or model cannot be divided like this."""
+        for step in range(config.batch_ramp.steps):
+            if rows_of_step(config, step) % self.row_parts:
+                raise ConfigError(f"batch_ramp: the {rows_of_step(config, step)} rows of step {step + 1} are not a "
+                                  f"multiple of {self.row_parts} (fsdp x ep of [parallel]); let micro_rows be one")
         for what, value, divisor, axis in (
                 ("batch_rows", config.batch_rows, self.row_parts, "fsdp x ep"),
                 ("n_routed_experts", model.n_routed_experts, self.ep, "ep"),
