@@ -25,6 +25,8 @@ def register(name):
     aten.impl("_local_scalar_dense", lambda x: _values(x).item(), "PrivateUse1")
     aten.impl("view", lambda x, size: _view_shell(x, _values(x).reshape(size)), "PrivateUse1")
     aten.impl("as_strided", _as_strided, "PrivateUse1")
+    torch.accelerator.synchronize = lambda device=None: None  # no streams; the slot cannot say so from Python
+    torch.accelerator.max_memory_allocated = lambda device=None: sum(values.nbytes for values, _ in _VALUES.values())
     for overload in ("default", "start", "start_step"):  # their general form resizes an empty tensor
         operation = getattr(torch.ops.aten.arange, overload)
         suffix = "" if overload == "default" else f".{overload}"
