@@ -218,13 +218,17 @@ def tokenizer_train(sources: Annotated[list[str], typer.Argument(help='"stdlib",
 
 @model_app.command("info")
 def model_info(target: Annotated[str, typer.Argument(help="A preset or a checkpoint directory.")],
+               context: Annotated[int, typer.Option(help="Tokens of a sequence; 0 takes 4096 or what fits.")] = 0,
+               layout: Annotated[str, typer.Option(help="Parallel axes, such as fsdp=4,ep=8,cp=1,tp=1.")] = "",
+               sequences: Annotated[int, typer.Option(help="Sequences that a serving rank holds.")] = 1,
                as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
-    """Exact parameter counts of a preset or checkpoint."""
-    from glm5.model.config import ModelConfig, parameter_counts, preset
+    """Parameters, cache and FLOPs of a preset or checkpoint, and memory per device for a layout."""
+    from glm5.model.info import describe, find_config
+    from glm5.model.memory import parse_layout
 
-    config = ModelConfig.from_json_file(Path(target) / "config.json") if Path(target).is_dir() else preset(target)
-    rows = [{"name": f"parameters.{name}", "value": value, "unit": "parameters"}
-            for name, value in parameter_counts(config).items()]
+    config = find_config(target)
+    rows = describe(config, context=context or min(4096, config.max_position_embeddings), layout=parse_layout(layout),
+                    sequences=sequences)
     _print_results(f"model info {target}", rows, as_json)
 
 
@@ -237,6 +241,26 @@ def bench_train(section: Annotated[list[str] | None, typer.Option(help="transfor
     from glm5.train.benchmark import SECTIONS, Options, measure
 
     _print_results("bench train", measure(Options(tuple(section or SECTIONS), rounds)), as_json)
+
+
+@app.command()
+def convert(source: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+            target: Annotated[Path, typer.Argument(help="Directory to write; a checkpoint there is replaced.")],
+            dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32; nothing keeps what is stored.")] = "",
+            fp8: Annotated[bool, typer.Option("--fp8", help="Store as a published FP8 checkpoint does.")] = False,
+            max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
+            layers: Annotated[int, typer.Option(help="Keep so many layers, and the MTP layer; 0 keeps all.")] = 0,
+            as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
+    """Rewrite a checkpoint in another type (bf16, FP8 …), file size or depth, one tensor in memory at a time."""
+    from glm5.model.convert import Conversion, convert_checkpoint, parse_dtype, parse_size
+
+    conversion = Conversion(dtype=parse_dtype(dtype) if dtype else None, fp8=fp8, layers=layers or None,
+                            max_shard_bytes=parse_size(max_shard_size))
+    done = convert_checkpoint(source, target, conversion)
+    rows = [{"name": "convert.tensors", "value": done.tensors, "unit": "tensors"},
+            {"name": "convert.bytes", "value": done.nbytes, "unit": "bytes"},
+            {"name": "convert.files", "value": done.files, "unit": "files"}]
+    _print_results(f"convert {source} {target}", rows, as_json)
 
 
 RunDir = Annotated[Path, typer.Argument(help="Run directory of an RL run.")]

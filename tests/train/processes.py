@@ -1,5 +1,6 @@
 """What the processes of ``test_parallel`` do: one set of four, started once, that forms one layout after the other."""
 
+import dataclasses
 import functools
 import os
 import shutil
@@ -41,6 +42,7 @@ OBJECTIVES = {
     "sparse": Objective(attention="sparse", main=True, indexer=True, mtp_steps=2, mtp_weight=0.3, balance_weight=0.01),
     "warmup": Objective(attention="dense", main=False, indexer=True, mtp_steps=1, mtp_weight=0.3, balance_weight=0.0),
 }
+OBJECTIVES["weightless"] = dataclasses.replace(OBJECTIVES["sparse"], indexer_weight=0.0)
 OPTIMIZER = OptimizerConfig(lr=0.01, clip_norm=0.5)
 
 
@@ -166,6 +168,8 @@ def _jobs(layout, config):
         yield "lonely", lonely_experts(layout)
     if layout.size == 2 and layout.ep == 2:
         yield "micro", train(layout, config, "sparse", micro_rows=1)
+    if layout.fsdp == 2 and layout.size == 2:
+        yield "weightless", train(layout, config, "weightless")
     if layout.size == 2 and layout.row_parts == 1:
         yield "warmup", train(layout, config, "warmup")
 

@@ -92,6 +92,13 @@ def test_the_split_into_micro_batches_changes_nothing(found, expected):
     assert_same_training(found["ep2"][0]["micro"], expected["sparse"])
 
 
+def test_a_loss_of_weight_zero_leaves_gradients_of_zeros(found):
+    gradients = found["fsdp2"][0]["weightless"]["gradients"]
+    assert gradients.keys() == found["fsdp2"][0]["sparse"]["gradients"].keys()
+    indexers = [gradient for name, gradient in gradients.items() if ".indexer." in name]
+    assert indexers and not any(gradient.any() for gradient in indexers)
+
+
 def test_experts_and_processes_without_tokens(found, expected):
     busy, idle = (result["lonely"] for result in found["ep2"])
     for key in ("y", "dx", "dweights"):

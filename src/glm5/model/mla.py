@@ -31,6 +31,8 @@ from glm5.model.indexer import Indexer
 from glm5.model.layers import PackedRows, Projection, RmsNorm, Span
 from glm5.model.parts import HeadPart
 
+_NO_SELECTION = "this layer has no indexer and got no selection; pass on what the last full layer returned"
+
 Index = tuple[Tensor, Tensor, Tensor]
 """Index queries q_BTJX, head weights w_BTJ and keys k_BSX."""
 
@@ -72,7 +74,8 @@ class RaggedStep:
 class MultiHeadLatentAttention(nn.Module):
     """One attention layer with the published parameter names.
 
-    A layer without an indexer uses the selection of the last layer that has one and ``lends_selection``.
+    A layer without an indexer uses the selection of the last layer that has one and ``lends_selection``. Selections
+    travel as arguments and results, never as state, so that a layer may run alone or be recomputed.
     """
 
     def __init__(self, config: ModelConfig, has_indexer: bool, lends_selection: bool) -> None:
@@ -95,7 +98,12 @@ class MultiHeadLatentAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor, packed: PackedRows, mode: AttentionMode,
                 shared: tuple[Tensor, ...] | None = None) -> AttentionResult:
-        """Attend over packed rows. ``shared`` is the selection of the last full layer, for a layer without indexer."""
+        """Attend over packed rows. ``shared`` is an earlier selection to attend to instead of making one.
+
+        Raises ValueError when sparse attention has neither an indexer nor ``shared``.
+        """
+        if mode.sparse and self.indexer is None and shared is None:
+            raise ValueError(_NO_SELECTION)
         q_latent_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD))
         q_BTHK = self._queries(self.part.enter(q_latent_BTQ), packed.cos_BTR2, packed.sin_BTR2)
         latent_BSC, rope_BSR = (self.part.enter(packed.part.gather(keys_BTX)) for keys_BTX
@@ -103,14 +111,14 @@ class MultiHeadLatentAttention(nn.Module):
         kv_BSHE = self.kv_b_proj(latent_BSC).unflatten(-1, (self.heads, self.nope_dim + self.value_dim))
         k_nope_BSHN, v_BSHV = kv_BSHE.split([self.nope_dim, self.value_dim], dim=-1)
         k_BSHK = torch.cat([k_nope_BSHN, rope_BSR.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1)
-        index = self._index(x_BTD, q_latent_BTQ, packed, mode)
+        index = self._index(x_BTD, q_latent_BTQ, packed, mode) if shared is None else None
         if self._selects(packed, mode) and dispatch.prefers_lists(q_BTHK):
-            positions_BTK = shared[0] if self.indexer is None and shared is not None else None
-            return self._attend_lists(q_BTHK, k_BSHK, v_BSHV, index, positions_BTK, packed, mode)
+            return self._attend_lists(q_BTHK, k_BSHK, v_BSHV, index, shared[0] if shared is not None else None, packed,
+                                      mode)
 
         outputs, selections, kl_sums = [], [], []
         for number, span in enumerate(packed.spans):
-            inherited = shared[number] if mode.sparse and shared is not None and self.indexer is None else None
+            inherited = shared[number] if mode.sparse and shared is not None else None
             part = None
             if index is not None:
                 part = index[0][:, span.queries], index[1][:, span.queries], index[2][:, span.keys]
@@ -134,9 +142,11 @@ class MultiHeadLatentAttention(nn.Module):
                shared: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Append the keys of M tokens to the cache, then attend from each token over its slot up to itself.
 
-        ``shared`` holds the selected positions (``[positions_MK or None]``) of the last full layer; the second result
-        is what the next layer gets. No gradient.
+        ``shared`` holds the selected positions (``[positions_MK or None]``) of the last full layer and is empty before
+        the first; the second result is what the next layer gets. No gradient. Raises ValueError as ``forward`` does.
         """
+        if step.sparse and self.indexer is None and not shared:
+            raise ValueError(_NO_SELECTION)
         q_latent_MQ = self.q_a_layernorm(self.q_a_proj(x_MD))
         latent_MC, rope_MR = self._latents(x_MD, step.cos_MR2, step.sin_MR2)
         latent_PSK[step.slots_M, step.positions_M] = torch.cat([latent_MC, rope_MR], dim=-1).to(latent_PSK.dtype)
@@ -158,7 +168,8 @@ class MultiHeadLatentAttention(nn.Module):
                 out_MHC = dispatch.ragged_dsa(q_MHK, iq_MJX, iw_MJ, latent_PSK, index_keys_PSX, *place, self.index_topk,
                                               self.scale, self.latent_dim)
         if out_MHC is None:
-            out_MHC = dispatch.ragged_attention(q_MHK, latent_PSK, *place, shared[0], self.scale, self.latent_dim)
+            positions_MK = shared[0] if step.sparse else None
+            out_MHC = dispatch.ragged_attention(q_MHK, latent_PSK, *place, positions_MK, self.scale, self.latent_dim)
         out_HMV = torch.bmm(out_MHC.transpose(0, 1), up_HEC[:, self.nope_dim :].transpose(1, 2))
         return self.o_proj(out_HMV.transpose(0, 1).flatten(1)), shared
 
