@@ -1,7 +1,7 @@
 """Peak memory of ``glm5 convert``: a random checkpoint of 4 GB to FP8 and back, each in a process of its own.
 
-Run: ``python benchmarks/convert_memory.py [--directory DIR]``. Needs 11 GB of disk. Prints a table and, as the last
-line of standard output, the result object with these rows: ``convert.source_bytes``, and for each DIRECTION
+Run: ``python benchmarks/convert_memory.py [--directory DIR]``. Needs 11 GB of disk. Prints a table and, last,
+the result object with these rows: ``convert.source_bytes``, and for each DIRECTION
 (``bf16_to_fp8``, ``fp8_to_bf16``) ``convert.peak_rss.DIRECTION`` with its goal and ``convert.wall_s.DIRECTION``.
 """
 

@@ -108,6 +108,11 @@ def collective_backend(device: torch.device) -> str:
                           "process, or install the plug-in's") from None
 
 
+def has_integer_product(device: torch.device) -> bool:
+    """Whether PyTorch multiplies int8 matrices on ``device`` faster than in floating point."""
+    return device.type == "cuda"
+
+
 def is_lost_peer(error: RuntimeError) -> bool:
     """Whether a communication library says by ``error`` that another process died or passed the deadline."""
     import torch.distributed as dist

@@ -34,3 +34,9 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Largest difference of logits that are not flat."""
     assert theirs.std() > 0.3, "logits too flat to compare"
     return (ours - theirs).abs().max().item()
+
+
+def as_mask(positions_BTK: torch.Tensor, keys: int) -> torch.Tensor:
+    """Lists of selected keys, padded with -1, as a mask over ``keys`` keys."""
+    marked = torch.zeros(*positions_BTK.shape[:2], keys + 1, dtype=torch.bool)
+    return marked.scatter_(-1, positions_BTK.long() % (keys + 1), True)[..., :keys]

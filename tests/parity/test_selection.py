@@ -15,7 +15,7 @@ from glm5.model.checkpoint import load_model, save_model
 from glm5.model.indexer import Indexer
 from glm5.model.mla import MultiHeadLatentAttention
 from glm5.model.transformer import GlmMoeDsaForCausalLM
-from parity.compare import SHARED, TOLERANCE, distance, in_transformers, load_in_transformers
+from parity.compare import SHARED, TOLERANCE, as_mask, distance, in_transformers, load_in_transformers
 
 LENGTH = 64
 """Four times ``index_topk`` of the tiny model."""
@@ -24,9 +24,11 @@ LENGTH = 64
 def our_selections(model: GlmMoeDsaForCausalLM, ids: torch.Tensor) -> dict[int, torch.Tensor]:
     """Selected pairs [B, T, S] of every decoder layer."""
     found: dict[int, torch.Tensor] = {}
-    handles = [layer.self_attn.register_forward_hook(
-        lambda _module, _inputs, result, number=number: found.update({number: result.selection[0]}))
-        for number, layer in enumerate(model.model.layers)]
+
+    def keep(number: int) -> Callable:
+        return lambda _module, _inputs, result: found.update({number: as_mask(result.selection[0], ids.shape[1])})
+
+    handles = [layer.self_attn.register_forward_hook(keep(number)) for number, layer in enumerate(model.model.layers)]
     model(ids)
     for handle in handles:
         handle.remove()

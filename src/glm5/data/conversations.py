@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from glm5.data.packing import Batch, Row, ShuffledOrder, batches, make_row
+from glm5.data.packing import Batch, Row, ShuffledOrder, batches, make_row, pack_first_fit
 from glm5.data.sources import read_jsonl
 from glm5.errors import DataError
 from glm5.tokenizer import Tokenizer
@@ -83,23 +83,6 @@ def render_conversation(
     if not any(trained):
         raise DataError(f"{conversation.origin}: no assistant message that is trained; add one or remove it")
     return ConversationSample(np.array(ids, dtype=np.int64), np.array(trained, dtype=bool), conversation.origin)
-
-
-def pack_first_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Indices of ``sizes`` grouped into rows of at most ``length``: largest first, each into the first row with room.
-
-    Deterministic; equal sizes keep their order. Every size must be at most ``length``.
-    """
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        row = next((number for number, free in enumerate(room) if free >= sizes[index]), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(length)
-        rows[row].append(index)
-        room[row] -= sizes[index]
-    return rows
 
 
 class ConversationDataset:

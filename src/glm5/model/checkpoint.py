@@ -32,6 +32,8 @@ from glm5.errors import CheckpointError, ConfigError
 from glm5.model.config import ModelConfig
 from glm5.model.fp8 import PublishedTensors, check_quantization_config
 from glm5.model.moe import Experts
+from glm5.model.quantize.plan import StoredFormats
+from glm5.model.quantize.projections import fit_modules
 from glm5.model.shards import ShardReader, ShardWriter, TensorSpec
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.runlog import flush_to_disk, replace_directory, temporary_path
@@ -67,8 +69,14 @@ def open_checkpoint(directory: str | Path, dtype: torch.dtype | None = None,
     """
     directory = Path(directory)
     config = ModelConfig.from_json_file(directory / "config.json")
-    check_quantization_config(config.extra.get("quantization_config"), directory / "config.json")
-    config = config.replace(extra={key: value for key, value in config.extra.items() if key != "quantization_config"})
+    quantization = config.extra.get("quantization_config") or {}
+    formats = None
+    if quantization.get("quant_method") == "compressed-tensors":
+        formats = StoredFormats.from_json(quantization, str(directory / "config.json"))
+    else:
+        check_quantization_config(quantization, directory / "config.json")
+        config = config.replace(extra={key: value for key, value in config.extra.items()
+                                       if key != "quantization_config"})
     tensors = PublishedTensors(ShardReader(directory), dtype or _torch_dtype(config, directory))
     prefix = f"model.layers.{config.num_hidden_layers}."
     if config_overrides and "num_nextn_predict_layers" in config_overrides:
@@ -80,6 +88,9 @@ def open_checkpoint(directory: str | Path, dtype: torch.dtype | None = None,
         config = config.replace(num_nextn_predict_layers=0)
     with torch.device("meta"):
         model = GlmMoeDsaForCausalLM(config.replace(**(config_overrides or {})))
+    if formats is not None:
+        fit_modules(model, tensors.specs, formats)
+        tensors.discard([name for name in tensors if name.endswith(".weight_shape")])
     _discard_copies(tensors, prefix)
     _check(state_dict_published(model), tensors.specs, tensors.stored.files, directory)
     return model, tensors
@@ -148,19 +159,22 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def state_dict_published(model: GlmMoeDsaForCausalLM) -> dict[str, Tensor]:
-    """Every weight and router bias under its published name: views of the model's memory, experts one by one."""
+def state_dict_published(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Every weight and router bias under its published name: views of the model's memory, experts one by one.
+
+    ``model`` may be a part of a model whose published name, with a dot, is ``prefix``.
+    """
     published = {}
-    experts = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    for name, tensor in model.state_dict().items():
-        owner, _, kind = name.rpartition(".")
-        if owner not in experts:
+    for name, tensor in model.state_dict(prefix=prefix).items():
+        owner, separator, stack = name.partition("mlp.experts.")
+        if not separator:
             published[name] = tensor
             continue
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        projection, _, kind = stack.partition(".")
+        parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
         for number, matrix in enumerate(tensor):
-            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
-                published[f"{owner}.{number}.{part}.weight"] = rows
+            for part, rows in zip(parts, matrix.view(len(parts), -1, matrix.shape[-1]), strict=True):
+                published[f"{owner}{separator}{number}.{part}.{kind or 'weight'}"] = rows
     return published
 
 
@@ -204,9 +218,17 @@ def _check(expected: Mapping[str, Tensor], found: Mapping[str, TensorSpec], file
         if tuple(target.shape) != found[name].shape:
             raise CheckpointError(f"{files.get(name, place)}: tensor {name} has shape {list(found[name].shape)}, the "
                                   f"configuration gives {list(target.shape)}; correct config.json or the checkpoint")
-        if not found[name].dtype.is_floating_point or found[name].dtype.itemsize < 2:
+        if found[name].dtype != target.dtype and not (_is_wide(found[name]) and _is_wide(target)):
+            wanted = str(target.dtype)
+            if _is_wide(target):
+                wanted = "bfloat16, float16 or float32, or float8_e4m3fn with a weight_scale_inv"
             raise CheckpointError(f"{files.get(name, place)}: tensor {name} has type {found[name].dtype}; expected "
-                                  "bfloat16, float16 or float32, or float8_e4m3fn with a weight_scale_inv")
+                                  f"{wanted}")
+
+
+def _is_wide(tensor: Tensor | TensorSpec) -> bool:
+    """Whether the type is one that weights can be converted from and to."""
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize >= 2
 
 
 def _and_more(names: list[str]) -> str:

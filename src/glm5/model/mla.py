@@ -113,8 +113,8 @@ class MultiHeadLatentAttention(nn.Module):
         k_BSHK = torch.cat([k_nope_BSHN, rope_BSR.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1)
         index = self._index(x_BTD, q_latent_BTQ, packed, mode) if shared is None else None
         if self._selects(packed, mode) and dispatch.prefers_lists(q_BTHK):
-            return self._attend_lists(q_BTHK, k_BSHK, v_BSHV, index, shared[0] if shared is not None else None, packed,
-                                      mode)
+            positions_BTK = shared[0] if shared is not None else None
+            return self._attend_lists(q_BTHK, k_BSHK, v_BSHV, index, positions_BTK, packed, mode)
 
         outputs, selections, kl_sums = [], [], []
         for number, span in enumerate(packed.spans):

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from glm5.data.config import DEFAULT_RECALL, SHARD_CHARS, CorpusConfig, DedupConfig, RecallKind
 from glm5.device import AUTO
 from glm5.errors import ConfigError
+from glm5.model.quantize.plan import QuantisationPlan
 
 StageName = Literal["pretrain", "midtrain", "dsa-warmup", "dsa-sparse", "sft"]
 Attention = Literal["dense", "sparse"]
@@ -135,9 +137,15 @@ class DataConfig:
     """Where the batches come from."""
 
     sources: tuple[str, ...] = ("stdlib",)
-    """Document sources: ``stdlib``, a folder, a ``.jsonl`` or a ``.parquet`` file."""
+    """Documents as they are: ``stdlib``, folders, files or ``git:PATH``; short for one corpus with these sources."""
+    corpora: tuple[CorpusConfig, ...] = ()
+    """Weighted components of the mixture with their filters and packing; takes the place of ``sources``."""
+    dedup: DedupConfig = field(default_factory=DedupConfig)
+    """Removal of duplicates over all corpora."""
     recall_fraction: float = 0.0
     """Share of the training rows that are synthetic long-range recall (mid-training)."""
+    recall_kinds: tuple[RecallKind, ...] = DEFAULT_RECALL
+    """Kinds of recall texts; one that is named twice comes twice as often."""
     conversations: tuple[str, ...] = ()
     """``.jsonl`` files of conversations (sft)."""
     declare_tools: bool = False
@@ -146,6 +154,12 @@ class DataConfig:
     """Share of the files kept out of training."""
     held_out_rows: int = 32
     """Rows of held-out text that are scored before and after the stage; 0 scores none."""
+    workers: int = 0
+    """Processes that tokenise and pack ahead of training; 0 makes each batch when it is asked for."""
+    ahead: int = 2
+    """Batches that each worker may be ahead."""
+    shard_chars: int = SHARD_CHARS
+    """Characters of text that are tokenised at a time; training starts when the first such shard is ready."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.recall_fraction < 1 or not 0 <= self.held_out_fraction < 1:
@@ -153,7 +167,13 @@ class DataConfig:
                               "must lie in [0, 1)")
         if self.held_out_rows and not self.held_out_fraction:
             raise ConfigError(f"held_out_rows={self.held_out_rows} needs held_out_fraction above 0; or set it to 0")
-        _require_at_least(0, held_out_rows=self.held_out_rows)
+        if self.recall_fraction and not self.recall_kinds:
+            raise ConfigError(f"recall_fraction={self.recall_fraction} needs recall_kinds: name at least one")
+        names = [corpus.name for corpus in self.corpora]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"corpora names {names}: each must be different")
+        _require_at_least(0, held_out_rows=self.held_out_rows, workers=self.workers)
+        _require_at_least(1, ahead=self.ahead, shard_chars=self.shard_chars)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,6 +248,8 @@ class StageConfig:
     """How many processes share the work, and how."""
     device: str = AUTO
     """Where the model is trained: a name of ``glm5.device``."""
+    quantization: QuantisationPlan | None = None
+    """Train for this export: losses and gradients are those of the rounded weights; None trains plain weights."""
     steps: int
     """Optimizer steps."""
     max_minutes: float = 0.0

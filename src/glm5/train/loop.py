@@ -25,6 +25,7 @@ from glm5.data.packing import Batch
 from glm5.device import synchronize
 from glm5.errors import ConfigError
 from glm5.model.moe import update_router_bias
+from glm5.model.quantize.fake import rounded
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.runlog import ProgressBar, RunLog, progress_bar
 from glm5.train.checkpoint import (
@@ -112,6 +113,8 @@ class Training:
         self.spread = spread or Spread(model)
         self.config, self.run_dir, self.model, self.optimizer, self.state = config, run_dir, model, optimizer, state
         self._tokenizer_dir = tokenizer_dir
+        self.data_wait_s = 0.0
+        """Seconds that this start has waited for batches."""
         self._evaluate = evaluate if config.evaluation.every else None
         self._log = RunLog(run_dir, writes=self.spread.layout.is_first)
         self._objective = objective_of(config)
@@ -123,7 +126,9 @@ class Training:
         tokens_before = self.state.tokens
         with progress_bar(self.config.name, self.config.steps, shown=self.spread.layout.is_first) as bar:
             while not self._is_finished():
-                result = self._step(next(batches))
+                started = time.perf_counter()
+                batch = next(batches)
+                result = self._step(batch, time.perf_counter() - started)
                 self._show(bar, result, self.state.tokens - tokens_before)
                 evaluated = self._evaluate is not None and self._is_evaluation_due()
                 if evaluated:
@@ -146,12 +151,14 @@ class Training:
             prune_checkpoints(self.run_dir, _KEEP_LAST, frozenset({self.state.best_step}))
         self.spread.layout.wait()
 
-    def _step(self, batch: Batch) -> StepResult:
+    def _step(self, batch: Batch, wait_s: float) -> StepResult:
+        """One optimizer step on ``batch``, which took ``wait_s`` seconds to come."""
         started = time.perf_counter()
         config, state = self.config, self.state
         factor = lr_factor(config.schedule, self._schedule_step(), config.steps)
-        result, load_LE = compute_gradients(self.model, self.optimizer, self._objective, batch, config.micro_rows,
-                                            self.spread)
+        with rounded(self.model, config.quantization):
+            result, load_LE = compute_gradients(self.model, self.optimizer, self._objective, batch, config.micro_rows,
+                                                self.spread)
         verdict = judge(config.guard, state, result.loss, (result.norms.main, result.norms.indexer))
         if verdict.applies:
             self.optimizer.step(factor)
@@ -159,6 +166,7 @@ class Training:
                 update_router_bias(self.model, load_LE, config.bias_rate)
         synchronize(self.spread.layout.device)
         seconds = self.spread.layout.agree(time.perf_counter() - started)
+        self.data_wait_s += wait_s
         self.state = dataclasses.replace(
             state, step=state.step + 1, data_step=state.data_step + 1, tokens=state.tokens + result.tokens,
             elapsed_s=state.elapsed_s + seconds, skipped=state.skipped + (not verdict.applies))
@@ -170,6 +178,7 @@ class Training:
             self._log.metrics(step=self.state.step, **result.losses, lr=config.optimizer.lr * factor,
                               grad_norm=result.norms.main, grad_norm_indexer=result.norms.indexer,
                               tokens=self.state.tokens, tokens_per_s=result.tokens / seconds,
+                              data_wait=wait_s / (wait_s + seconds),
                               expert_imbalance=result.expert_imbalance)
         return result
 
@@ -200,8 +209,9 @@ class Training:
         """Call the evaluation hook and remember whether this step is the best one."""
         assert self._evaluate is not None
         started = time.perf_counter()
-        model = self.spread.whole_model()
-        values = self.spread.layout.agree({} if model is None else self._evaluate(model, self.state.step))
+        with rounded(self.model, self.config.quantization):
+            model = self.spread.whole_model()
+            values = self.spread.layout.agree({} if model is None else self._evaluate(model, self.state.step))
         key = self.config.evaluation.metric
         if key not in values:
             raise ConfigError(f"evaluation.metric={key!r} is not measured by the hook; choose of: {', '.join(values)}")

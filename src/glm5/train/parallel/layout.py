@@ -134,6 +134,9 @@ class Layout:
 
     def check(self, config: StageConfig, model: ModelConfig) -> None:
         """Raise ConfigError when stage or model cannot be divided like this."""
+        if config.quantization is not None and self.size > 1:
+            raise ConfigError(f"quantization: weights are rounded whole, in one process, but {self.size} run; train "
+                              "without torchrun, or without quantization")
         for step in range(config.batch_ramp.steps):
             if rows_of_step(config, step) % self.row_parts:
                 raise ConfigError(f"batch_ramp: the {rows_of_step(config, step)} rows of step {step + 1} are not a "
