@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from glm5.device import AUTO
 from glm5.errors import Glm5Error
 
 app = typer.Typer(name="glm5", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -33,6 +35,7 @@ app.add_typer(ledger_app, name="ledger")
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides such as steps=100 or optimizer.lr=3e-4.")]
 Port = Annotated[int, typer.Option(help="TCP port; 0 takes a free one.")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or an accelerator by name; over the configuration's.")]
 ReadyFile = Annotated[Path | None, typer.Option(help="Write {url, pid} here once the service accepts connections.")]
 
 
@@ -47,17 +50,22 @@ def run(config: Path, overrides: Overrides = None) -> None:
 @app.command()
 def train(config: Path, run_dir: Annotated[Path | None, typer.Option(help="Run directory.")] = None,
           replay: Annotated[int, typer.Option(help="Run the batch of this skipped step again, row by row.")] = 0,
-          overrides: Overrides = None) -> None:
-    """Run one training stage up to SFT. Continues from its newest complete checkpoint."""
+          device: Device = None, overrides: Overrides = None) -> None:
+    """Run one training stage up to SFT. Continues from its newest complete checkpoint.
+
+    On several processes: torchrun --nproc-per-node N -m glm5 train ...
+    """
     from glm5.config import load_config
     from glm5.train.config import StageConfig
     from glm5.train.stages import replay_step, run_stage
 
-    stage = load_config(StageConfig, config, overrides or [])
+    stage = load_config(StageConfig, config, [*(overrides or []), *([f"device={device}"] if device else [])])
     if replay:
         _print_results(f"train --replay {replay}", replay_step(stage, run_dir or _run_dir(config, stage.name), replay))
         return
-    print(run_stage(stage, run_dir or _run_dir(config, stage.name)))
+    final = run_stage(stage, run_dir or _run_dir(config, stage.name))
+    if os.environ.get("RANK", "0") == "0":  # one of the processes that torchrun starts
+        print(final)
 
 
 @app.command()
@@ -89,6 +97,7 @@ def serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_fi
           max_slots: Annotated[int, typer.Option(help="Sequences held in the cache at once.")] = 16,
           max_context: Annotated[int, typer.Option(help="Tokens per sequence; 0 takes the model's maximum.")] = 0,
           threads: Annotated[int, typer.Option(help="CPU threads of the engine; 0 takes all cores.")] = 0,
+          device: Device = None,
           weight_version: Annotated[int, typer.Option(help="Policy version of these weights.")] = 0,
           max_waiting: Annotated[int, typer.Option(help="Requests that may wait for a slot.")] = 4096,
           api_key: Annotated[list[str] | None, typer.Option(help="Key for clients; repeat for several.")] = None,
@@ -107,7 +116,8 @@ def serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_fi
     from glm5.serve.app import serve as serve_directory
     from glm5.serve.config import ServeConfig, read_keys
 
-    config = EngineConfig(max_slots=max_slots, max_context=max_context, threads=threads, max_waiting=max_waiting)
+    config = EngineConfig(max_slots=max_slots, max_context=max_context, threads=threads, max_waiting=max_waiting,
+                          device=device or AUTO)
     limits = ServeConfig(
         api_keys=(*(api_key or []), *(read_keys(api_key_file) if api_key_file else [])),
         cors_origins=tuple(cors or ()), max_body_bytes=max_body_mib << 20, max_concurrent=max_concurrent,

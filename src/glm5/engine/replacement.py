@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from glm5.device import find_device
 from glm5.engine.config import EngineConfig
 from glm5.errors import CheckpointError
 from glm5.model.checkpoint import load_model
@@ -23,7 +24,7 @@ _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_weights(directory: str | Path, config: EngineConfig) -> GlmMoeDsaForCausalLM:
     """The model in ``directory`` in the engine's type and on its device. Raises CheckpointError or ConfigError."""
-    return load_model(directory, dtype=_DTYPES[config.dtype], device=config.device)
+    return load_model(directory, dtype=_DTYPES[config.dtype], device=find_device(config.device))
 
 
 def load_replacement(

@@ -44,7 +44,7 @@ class Runner:
         self.model = model
         self._cache = cache
         self._attention = config.attention
-        self._device = torch.device(config.device)
+        self._device = model.lm_head.weight.device
         num_slots, max_context = cache.ids_SC.shape
         weight = model.lm_head.weight
         self._keys = SlotCache(model.config, num_slots, max_context, weight.dtype, self._device)

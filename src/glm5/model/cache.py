@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glm5.device import HOST
 from glm5.model.config import ModelConfig
 
 
@@ -19,7 +20,7 @@ class SlotCache:
     """Preallocated cache of ``num_slots`` sequences of up to ``max_length`` tokens."""
 
     def __init__(self, config: ModelConfig, num_slots: int, max_length: int, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str = "cpu") -> None:
+                 device: torch.device | str = HOST) -> None:
         self.num_slots, self.max_length = num_slots, max_length
         latent_dim = config.kv_lora_rank + config.qk_rope_head_dim
         self.latent_LPSK: list[Tensor] = []

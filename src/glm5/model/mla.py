@@ -29,6 +29,7 @@ from glm5.kernels import dispatch
 from glm5.model.config import ModelConfig
 from glm5.model.indexer import Indexer
 from glm5.model.layers import PackedRows, Projection, RmsNorm, Span
+from glm5.model.parts import HeadPart
 
 _NO_SELECTION = "this layer has no indexer and got no selection; pass on what the last full layer returned"
 
@@ -80,6 +81,7 @@ class MultiHeadLatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, has_indexer: bool, lends_selection: bool) -> None:
         super().__init__()
         self.lends_selection = lends_selection
+        self.part = HeadPart()
         self.heads, self.latent_dim = config.num_attention_heads, config.kv_lora_rank
         self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.value_dim = config.v_head_dim
@@ -103,8 +105,9 @@ class MultiHeadLatentAttention(nn.Module):
         if mode.sparse and self.indexer is None and shared is None:
             raise ValueError(_NO_SELECTION)
         q_latent_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD))
-        q_BTHK = self._queries(q_latent_BTQ, packed.cos_BTR2, packed.sin_BTR2)
-        latent_BSC, rope_BSR = self._latents(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
+        q_BTHK = self._queries(self.part.enter(q_latent_BTQ), packed.cos_BTR2, packed.sin_BTR2)
+        latent_BSC, rope_BSR = (self.part.enter(packed.part.gather(keys_BTX)) for keys_BTX
+                                in self._latents(x_BTD, packed.cos_BTR2, packed.sin_BTR2))
         kv_BSHE = self.kv_b_proj(latent_BSC).unflatten(-1, (self.heads, self.nope_dim + self.value_dim))
         k_nope_BSHN, v_BSHV = kv_BSHE.split([self.nope_dim, self.value_dim], dim=-1)
         k_BSHK = torch.cat([k_nope_BSHN, rope_BSR.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1)
@@ -132,7 +135,8 @@ class MultiHeadLatentAttention(nn.Module):
                 kl_sums.append(kl * packed.query_rows(span))
         out_BTHV = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         kl = torch.stack(kl_sums).sum() / max(sum(map(packed.query_rows, packed.spans)), 1) if kl_sums else None
-        return AttentionResult(self.o_proj(out_BTHV.flatten(2)), tuple(selections) if mode.sparse else None, kl)
+        out_BTD = self.part.leave(self.o_proj(out_BTHV.flatten(2)))
+        return AttentionResult(out_BTD, tuple(selections) if mode.sparse else None, kl)
 
     def ragged(self, x_MD: Tensor, step: RaggedStep, latent_PSK: Tensor, index_keys_PSX: Tensor,
                shared: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor | None]]:
@@ -186,11 +190,12 @@ class MultiHeadLatentAttention(nn.Module):
         with torch.set_grad_enabled(mode.indexer_loss and torch.is_grad_enabled()):
             x_BTD = x_BTD.detach()
             q_BTJX, w_BTJ = self.indexer.queries(x_BTD, q_latent_BTQ.detach(), packed.cos_BTR2, packed.sin_BTR2)
-            return q_BTJX, w_BTJ, self.indexer.keys(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
+            keys_BTX = self.indexer.keys(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
+            return q_BTJX, w_BTJ, packed.part.gather(keys_BTX)
 
     def _selects(self, packed: PackedRows, mode: AttentionMode) -> bool:
-        """Whether some query sees more keys than sparse attention keeps."""
-        return mode.sparse and any(span.longest > self.index_topk for span in packed.spans)
+        """Whether some query, local or not, sees more keys than sparse attention keeps."""
+        return mode.sparse and packed.longest > self.index_topk
 
     def _attend_lists(self, q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: Index | None,
                       positions_BTK: Tensor | None, packed: PackedRows, mode: AttentionMode) -> AttentionResult:
@@ -205,8 +210,9 @@ class MultiHeadLatentAttention(nn.Module):
                                                       *packed.visible_keys(), self.index_topk)
         out_BTHV, target_BTK = dispatch.selected_attention(q_BTHK, k_BSHK, v_BSHV, positions_BTK, self.scale)
         if mode.indexer_loss and index is not None and self.indexer is not None:
+            target_BTK = self.part.mean(target_BTK)
             kl = dispatch.selected_kl(index[0], index[2], index[1], self.indexer.scale, positions_BTK, target_BTK)
-        return AttentionResult(self.o_proj(out_BTHV.flatten(2)), (positions_BTK,), kl)
+        return AttentionResult(self.part.leave(self.o_proj(out_BTHV.flatten(2))), (positions_BTK,), kl)
 
     def _attend(self, q_BtHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: Index | None, inherited_BtS: Tensor | None,
                 packed: PackedRows, span: Span, mode: AttentionMode) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -225,4 +231,5 @@ class MultiHeadLatentAttention(nn.Module):
         if not mode.indexer_loss:
             return out_BtHV, mask_BtS, None
         target_BtS = dispatch.attention_targets(q_BtHK.detach(), k_BSHK.detach(), mask_BtS, self.scale)
+        target_BtS = self.part.mean(target_BtS)
         return out_BtHV, mask_BtS, dispatch.indexer_kl(scores_BtS, target_BtS, mask_BtS)

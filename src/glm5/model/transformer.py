@@ -23,6 +23,7 @@ from glm5.model.layers import Embedding, PackedRows, Projection, RmsNorm, rotary
 from glm5.model.mla import AttentionMode, RaggedStep
 from glm5.model.moe import RouterStatistics
 from glm5.model.mtp import DecoderLayer, MtpLayer
+from glm5.model.parts import TokenPart
 
 Attention = Literal["sparse", "dense"]
 
@@ -79,6 +80,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
+        self.part = TokenPart()
         self.model = GlmMoeDsaModel(config)
         self.lm_head = Projection(config.hidden_size, config.vocab_size)
         self.reset_parameters(generator)
@@ -104,6 +106,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
 
         ``documents_BT`` is an int document id per token, -1 for padding; attention is causal within a document.
         ``positions_BT`` default to the position in the row. ``last_only`` gives the logits of the last token of a row.
+        Ids, documents and positions are those of whole rows; results are those of the tokens of ``part``.
         """
         output = self.hidden(input_ids_BT, positions_BT, documents_BT, attention=attention, indexer_loss=indexer_loss)
         logits = self.lm_head(output.hidden_BTD[:, -1:] if last_only else output.hidden_BTD)
@@ -112,7 +115,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
     def hidden(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None, documents_BT: Tensor | None = None, *,
                attention: Attention = "sparse", indexer_loss: bool = False) -> ModelOutput:
         """``forward`` without the head: a caller applies ``lm_head`` in chunks."""
-        hidden_BTD = self.model.embed_tokens(input_ids_BT)
+        hidden_BTD = self.model.embed_tokens(self.part.local(input_ids_BT))
         packed = self._packed(input_ids_BT, positions_BT, documents_BT)
         mode = AttentionMode(_is_sparse(attention), indexer_loss)
         selection: tuple[Tensor, ...] | None = None
@@ -136,10 +139,11 @@ class GlmMoeDsaForCausalLM(nn.Module):
         token t+1, the hidden state that predicts token t+2. Pass the ``selection`` of the step before to a chained
         step. Raises ValueError when the model has no MTP layer."""
         layer = self._mtp_layer()
-        embedding_BTD = self.model.embed_tokens(next_ids_BT)
+        embedding_BTD = self.model.embed_tokens(self.part.local(next_ids_BT))
         if self.config.mtp_zero_first_embedding:
             positions_BT = self._positions(next_ids_BT) if positions_BT is None else positions_BT
-            embedding_BTD = embedding_BTD.masked_fill((positions_BT == 0).unsqueeze(-1), 0.0)
+            first_BT = self.part.local(positions_BT == 0)
+            embedding_BTD = embedding_BTD.masked_fill(first_BT.unsqueeze(-1), 0.0)
         packed = self._packed(next_ids_BT, positions_BT, documents_BT)
         mode = AttentionMode(_is_sparse(attention), indexer_loss)
         result = layer(layer.merge(embedding_BTD, hidden_BTD), packed, mode, selection)
@@ -180,8 +184,8 @@ class GlmMoeDsaForCausalLM(nn.Module):
     def _packed(self, ids_BT: Tensor, positions_BT: Tensor | None, documents_BT: Tensor | None) -> PackedRows:
         if positions_BT is None:
             positions_BT = self._positions(ids_BT)
-        cos_BTR2, sin_BTR2 = self._rotary(positions_BT, self.model.embed_tokens.weight.dtype)
-        return PackedRows(cos_BTR2, sin_BTR2, documents_BT, (ids_BT.shape[0], ids_BT.shape[1]))
+        cos_BTR2, sin_BTR2 = self._rotary(self.part.local(positions_BT), self.model.embed_tokens.weight.dtype)
+        return PackedRows(cos_BTR2, sin_BTR2, documents_BT, (ids_BT.shape[0], ids_BT.shape[1]), self.part)
 
     @staticmethod
     def _positions(ids_BT: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from glm5.config import build_config, load_config
+from glm5.device import AUTO
 from glm5.errors import ConfigError
 from glm5.train.config import OptimizerConfig, ScheduleConfig
 
@@ -130,6 +131,10 @@ class RLConfig:
     """Isolation of the task services; ``none`` runs the tools of the model without any."""
     max_tokens_per_microbatch: int = 8192
     """Tokens, padding included, of one forward and backward pass."""
+    device: str = AUTO
+    """Where the trainer computes: a name of ``glm5.device``."""
+    engine_device: str = AUTO
+    """Where the engine computes."""
     trainer_threads: int = 1
     """CPU threads of the trainer."""
     engine_threads: int = 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from glm5.data.config import DEFAULT_RECALL, SHARD_CHARS, CorpusConfig, DedupConfig, RecallKind
+from glm5.device import AUTO
 from glm5.errors import ConfigError
 from glm5.model.quantize.plan import QuantisationPlan
 
@@ -195,6 +196,31 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How a stage is spread over the ``fsdp x ep x cp x tp`` processes that ``torchrun`` starts; docs/parallelism.md.
+
+    None of it changes what is trained: losses and gradients are those of one process, up to rounding.
+    """
+
+    fsdp: int = 0
+    """Processes with other rows and the same experts; parameters are sharded over all. 0: those that remain."""
+    ep: int = 1
+    """Processes that divide the routed experts and exchange tokens; each has other rows."""
+    cp: int = 1
+    """Processes that divide the tokens of their rows."""
+    tp: int = 1
+    """Processes that divide the attention heads."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass: less memory, a third more work."""
+    timeout_s: float = 600.0
+    """Deadline of every exchange between processes; past it the run ends with an error."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(1, ep=self.ep, cp=self.cp, tp=self.tp, timeout_s=self.timeout_s)
+        _require_at_least(0, fsdp=self.fsdp)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StageConfig:
     """One training stage."""
 
@@ -218,6 +244,10 @@ class StageConfig:
     """Learning rate over the steps."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """The evaluation hook."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How many processes share the work, and how."""
+    device: str = AUTO
+    """Where the model is trained: a name of ``glm5.device``."""
     quantization: QuantisationPlan | None = None
     """Train for this export: losses and gradients are those of the rounded weights; None trains plain weights."""
     steps: int
@@ -229,7 +259,7 @@ class StageConfig:
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
     """Rows of the first steps."""
     micro_rows: int = 0
-    """Rows of one forward and backward pass; 0 takes all rows of the step at once."""
+    """Rows of one forward and backward pass of a process; 0 takes all its rows of the step at once."""
     length: int = 256
     """Tokens per row."""
     mtp_steps: int = 3
