@@ -24,6 +24,7 @@ import torch
 
 from glm5.errors import ConfigError, ServiceError
 from glm5.model.checkpoint import load_model
+from glm5.model.quantize.plan import trained_for
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.process import lock_directory
 from glm5.records import Episode
@@ -170,6 +171,7 @@ class Trainer:
             require_same_tokenizer(start, init_dir)
         self._tokenizer_dir = init_dir
         self._model = load_model(start or init_dir, dtype=torch.float32)
+        self._model.config = trained_for(self._model.config, None)
         freeze(self._model)
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self.state = load_trainer_state(start, self._optimizer) if start else TrainerState()

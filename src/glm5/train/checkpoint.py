@@ -47,7 +47,11 @@ class TrainerState:
     data_step: int = 0
     """Position in the data: the step whose batch comes next."""
     skipped: int = 0
-    """Steps without an update because something was not finite."""
+    """Steps that the guard kept from changing anything."""
+    recent_losses: tuple[float, ...] = ()
+    """Losses of the last applied steps, oldest first: what the guard compares with."""
+    recent_norms: tuple[float, ...] = ()
+    """Gradient norms of the same steps."""
     elapsed_s: float = 0.0
     """Seconds of training so far, over all starts."""
     policy_version: int = 0
@@ -129,7 +133,8 @@ def load_trainer_state(checkpoint: Path, optimizer: Optimizer) -> TrainerState:
     try:
         tensors: dict[str, Tensor] = load_file(path / "optimizer.safetensors")
         values = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        state = TrainerState(**{**values, "batch_ids": tuple(values["batch_ids"])})
+        state = TrainerState(**{name: tuple(value) if isinstance(value, list) else value
+                                for name, value in values.items()})
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); remove {checkpoint} to continue from the checkpoint "
                               "before it") from None

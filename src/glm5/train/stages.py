@@ -25,13 +25,15 @@ from glm5.data.conversations import ConversationDataset, read_conversations, ren
 from glm5.data.loader import Loader, build_shards
 from glm5.data.long_context import RecallSource
 from glm5.data.mixture import Mixture
-from glm5.data.packing import Batch, RowSource, batches, row_ranges
+from glm5.data.packing import Batch, RowSource, batches
 from glm5.data.prepare import Preparation, PreparedData, prepare
 from glm5.data.preview import show_row, summary_rows, view_row
 from glm5.data.shards import Shard
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import preset
+from glm5.model.quantize.fake import rounded
+from glm5.model.quantize.plan import trained_for
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.process import lock_directory
 from glm5.runlog import RunLog
@@ -39,9 +41,11 @@ from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 from glm5.tokenizer.fit import require_same_tokenizer
 from glm5.train.checkpoint import TrainerState, final_checkpoint, latest_checkpoint, load_trainer_state, mark_final
 from glm5.train.config import DataConfig, StageConfig
-from glm5.train.loop import Evaluate, Training
+from glm5.train.guard import replay
+from glm5.train.loop import Evaluate, Training, objective_of
 from glm5.train.losses import evaluate_lm
 from glm5.train.optimizers import build_optimizer
+from glm5.train.schedules import row_ranges
 from glm5.train.scoring import load_scorer
 
 _SPLIT_SEED = 0
@@ -77,6 +81,7 @@ def _train(config: StageConfig, run_dir: Path, evaluate: Evaluate | None) -> Pat
     log = RunLog(run_dir)
     log.write_config(config)
 
+    model.config = trained_for(model.config, config.quantization)
     # The workers start and tokenise while the model is made and scored.
     with Loader(train_rows, config.length, config.seed, config.data.workers, config.data.ahead,
                 untokenised_shards(config, tokenizer, cache_dir)) as loader:
@@ -87,12 +92,17 @@ def _train(config: StageConfig, run_dir: Path, evaluate: Evaluate | None) -> Pat
         if state.step == 0:
             report_held_out(log, "initial", model, config, held_out, tokenizer)
         training = Training(config, run_dir, model, optimizer, state, tokenizer_dir, evaluate)
-        final = training.run(loader.batches(row_ranges(config.batch_rows, state.data_step)))
+        final = training.run(loader.batches(row_ranges(config, state.data_step)))
     report_held_out(log, "final", model, config, held_out, tokenizer)
     log.event("stage_finished", step=training.state.step, tokens=training.state.tokens, checkpoint=final.name,
               train_s=training.state.elapsed_s, skipped=training.state.skipped, data_wait_s=training.data_wait_s)
     mark_final(run_dir, final)
     return final
+
+
+def replay_step(config: StageConfig, run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Run the batch of a step that the guard refused again, row by row; give result rows. Raises CheckpointError."""
+    return replay(run_dir, step, objective_of(config), resolve_init(config.init, run_dir))
 
 
 def resolve_init(init: str, run_dir: Path) -> Path | None:
@@ -183,7 +193,7 @@ def inspect_stage(config: StageConfig, tokenizer: Tokenizer, run_dir: Path, step
     source = training_rows(config, tokenizer, run_dir.parent / "token-cache")
     rows, shown = [], []
     for step in steps:
-        for index, number in enumerate(next(row_ranges(config.batch_rows, step))):
+        for index, number in enumerate(next(row_ranges(config, step))):
             row = source.row(number, config.length, config.seed)
             views = view_row(row, tokenizer)
             print(*show_row(row, views, f"step {step} row {index}"), sep="\n", file=out)
@@ -210,7 +220,8 @@ def report_held_out(log: RunLog, when: str, model: GlmMoeDsaForCausalLM, config:
     text_bytes = sum(_label_bytes(batch, tokenizer) for batch in held_out)
     for attention in ("dense", "sparse") if config.recipe.trains_indexer else ("dense",):
         started = time.perf_counter()
-        result = evaluate_lm(model, held_out, attention)
+        with rounded(model, config.quantization):
+            result = evaluate_lm(model, held_out, attention)
         log.event("held_out", when=when, attention=attention, nats_per_token=result.nats_per_token,
                   bits_per_byte=result.bits_per_byte(text_bytes / max(result.tokens, 1)), tokens=result.tokens,
                   bytes=text_bytes, seconds=time.perf_counter() - started)
