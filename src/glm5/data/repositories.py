@@ -26,6 +26,8 @@ CountTokens = Callable[[str], int]
 _IMPORTS = re.compile(
     r"^\s*(?:from\s+([.\w]+)\s+import|import\s+([.\w]+)|#include\s+[\"<]([^\">]+)[\">])", re.MULTILINE
 )
+_MOST_CHARS = 16
+"""Characters per token from which a text is cut without counting; few tokens are so long, and counting costs."""
 _SMALLEST_CUT = 64
 """Tokens below which the beginning of a file is not worth a section."""
 
@@ -141,11 +143,12 @@ def _section(title: str, text: str) -> str:
 def _shorten(section: str, room: int, count_tokens: CountTokens) -> str:
     """The longest beginning of ``section`` in whole lines that has at most ``room`` tokens; empty when it is too short
     to be of use."""
-    if count_tokens(section) <= room:
+    is_long = len(section) > room * _MOST_CHARS
+    if not is_long and count_tokens(section) <= room:
         return section
     if room < _SMALLEST_CUT:
         return ""
-    lines = section.splitlines(keepends=True)
+    lines = section[: room * _MOST_CHARS].splitlines(keepends=True)
     low, high = 0, len(lines)
     while low < high:
         middle = (low + high + 1) // 2
