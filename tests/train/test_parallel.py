@@ -181,7 +181,8 @@ def as_toml(config, prefix=""):
         if dataclasses.is_dataclass(value):
             tables.append(f"[{prefix}{item.name}]\n{as_toml(value, f'{prefix}{item.name}.')}")
         elif isinstance(value, dict):
-            tables.append(f"[{prefix}{item.name}]\n" + "".join(f"{key} = {json.dumps(each)}\n" for key, each in value.items()))
+            table = "".join(f"{key} = {json.dumps(each)}\n" for key, each in value.items())
+            tables.append(f"[{prefix}{item.name}]\n{table}")
         elif value is not None:
             lines.append(f"{item.name} = {json.dumps(value)}\n")
     return "".join((*lines, *tables))
