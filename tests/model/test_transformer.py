@@ -151,6 +151,23 @@ def test_padding_and_other_documents_do_not_change_a_document() -> None:
     assert output.expert_load_LE.sum(1).tolist() == [55 * 2, 55 * 2]
 
 
+@torch.no_grad()
+def test_left_padding_changes_no_logit_of_the_text() -> None:
+    """A batch of prompts that end together, as generation pads them: each row equals its prompt alone."""
+    model = tiny_model()
+    prompts = [random_ids(1, length, seed=length)[0] for length in (1, 17, 40)]  # below, at and above index_topk
+    ids, documents, positions = torch.zeros(3, 40, dtype=torch.int64), torch.full((3, 40), -1), torch.zeros(3, 40).long()
+    for row, prompt in enumerate(prompts):
+        ids[row, 40 - len(prompt):], documents[row, 40 - len(prompt):] = prompt, 0
+        positions[row, 40 - len(prompt):] = torch.arange(len(prompt))
+    output = model(ids, positions, documents)
+    assert torch.isfinite(output.logits).all()
+    for row, prompt in enumerate(prompts):
+        alone = model(prompt[None]).logits[0]
+        torch.testing.assert_close(output.logits[row, 40 - len(prompt):], alone, rtol=0, atol=1e-4)
+    assert output.expert_load_LE.sum(1).tolist() == [58 * 2, 58 * 2]
+
+
 def test_an_unknown_kind_of_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="attention='spars'"):
         tiny_model()(random_ids(1, 4), attention="spars")

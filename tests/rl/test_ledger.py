@@ -143,10 +143,17 @@ def test_a_closed_group_takes_no_more_episodes(ledger):
 
 def test_a_wrong_number_of_slots_stores_nothing(ledger):
     ledger.open_group("g", taskset="shell", task_id="t", task_index=0, size=3)
-    with pytest.raises(ServiceError, match="1 slots ended, expected 3"):
-        ledger.close_group("g", [[make_episode("g", 0)]])
+    for count in (2, 4):
+        with pytest.raises(ServiceError, match=f"{count} slots ended, expected 3"):
+            ledger.close_group("g", [[make_episode("g", slot, reward=float(slot % 2))] for slot in range(count)])
     assert ledger.drop_open_groups("cancelled") == 1
     assert ledger.counts().dropped_groups == {"cancelled": 1}
+
+
+def test_a_group_without_signal_may_end_with_fewer_slots(ledger):
+    ledger.open_group("g", taskset="shell", task_id="t", task_index=0, size=5)
+    assert ledger.close_group("g", [[make_episode("g", slot, reward=1.0)] for slot in range(2)]) == "zero_variance"
+    assert ledger.check() == [] and ledger.counts().episodes == {"zero_variance": 2}
 
 
 def test_a_database_error_is_one_line_and_undone(ledger):

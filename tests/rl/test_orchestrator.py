@@ -16,7 +16,7 @@ from starlette.routing import Route
 from glm5.process import bind
 from glm5.records import to_json
 from glm5.rl import episodes, registry
-from glm5.rl.config import RLConfig
+from glm5.rl.config import CurriculumConfig, RLConfig
 from glm5.rl.orchestrator import Orchestrator, build_app
 
 from .factories import make_trajectory, open_ledger
@@ -28,6 +28,7 @@ class Scripted:
     def __init__(self):
         self.episodes = []
         self.fails, self.hangs = set(), False
+        self.losing = set()
         routes = [Route("/sessions", self.open, methods=["POST"]), Route("/tasks", self.tasks),
                   Route("/sessions/{id}/finish", self.finish, methods=["POST"]),
                   Route("/episodes/run", self.run, methods=["POST"])]
@@ -59,7 +60,8 @@ class Scripted:
         if self.hangs:
             await asyncio.sleep(30)
         failed = episode_id in self.fails
-        reward = None if failed else float(int(episode_id.split("-s")[1].split("a")[0]) % 2)
+        group, slot = episode_id.rsplit("a", 1)[0].rsplit("-s", 1)
+        reward = None if failed else 0.0 if group in self.losing else float(int(slot) % 2)
         return JSONResponse({"outcome": "infra_error" if failed else "ok", "reward": reward, "reward_parts": {},
                              "reason": "scripted" if failed else ""})
 
@@ -155,6 +157,29 @@ def test_an_infrastructure_failure_is_tried_again_and_then_counted(tmp_path, ser
     counts = ledger.counts()
     assert counts.retried == 2 and counts.episodes == {"waiting": 2, "infra_error": 1}
     assert "shell-0-s0a1" in service.episodes and "shell-0-s2a2" not in service.episodes
+    ledger.close()
+
+
+def test_a_group_whose_first_episodes_are_equal_ends_without_the_others(tmp_path, service, monkeypatch):
+    config = make_config(tasksets={"shell": 1.0}, groups_per_batch=2, group_size=6,
+                         curriculum=CurriculumConfig(screen=3))
+    monkeypatch.setattr(episodes, "RETRY_BASE_S", 0.01)
+    service.losing = {"shell-0", "shell-2"}
+    service.fails = {"shell-2-s1a0", "shell-2-s1a1", "shell-2-s1a2"}  # not known to be equal: the others start
+    ledger = start_ledger(tmp_path, config)
+
+    async def scenario():
+        async with running(config, tmp_path, service):
+            await until(lambda: ledger.ready_groups() == 2)
+
+    asyncio.run(scenario())
+    slots = {group: sorted({name.split("-s")[-1][0] for name in service.episodes if name.startswith(f"{group}-s")})
+             for group in ("shell-0", "shell-1", "shell-2", "shell-3")}
+    assert slots["shell-0"] == ["0", "1", "2"]
+    assert slots["shell-1"] == slots["shell-3"] == ["0", "1", "2", "3", "4", "5"]
+    assert slots["shell-2"] == ["0", "1", "2", "3", "4", "5"]
+    assert ledger.counts().dropped_groups["zero_variance"] == 2
+    assert ledger.check() == []
     ledger.close()
 
 

@@ -5,11 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from glm5.config import build_config, load_config
 from glm5.errors import ConfigError
+from glm5.model.config import preset
 from glm5.train.config import RECIPES, StageConfig
+from glm5.train.parallel.layout import Layout
 
+GLM5 = Path(__file__).parents[2] / "configs" / "glm-5"
 NANO = Path(__file__).parents[2] / "configs" / "nano"
 MINIMAL = {"stage": "pretrain", "name": "p", "tokenizer": "t", "steps": 3}
 
@@ -45,6 +49,19 @@ def test_a_wrong_value_is_refused_in_one_line(change, message):
 def test_every_shipped_stage_file_is_valid(stage):
     config = load_config(StageConfig, NANO / f"{stage}.toml")
     assert config.stage == config.name == stage
+
+
+@pytest.mark.parametrize(("name", "tokens", "devices"), [
+    ("pretrain", 27e12, 1024), ("midtrain-32k", 1e12, 1024), ("midtrain-128k", 500e9, 1024),
+    ("midtrain-200k", 50e9, 1024), ("dsa-warmup", 2.84e9, 896), ("dsa-sparse", 20e9, 1024), ("sft", None, 1024)])
+def test_the_published_stages_have_their_tokens_and_divide_over_their_devices(name, tokens, devices):
+    config = load_config(StageConfig, GLM5 / f"{name}.toml")
+    if tokens is not None:
+        assert config.steps * config.batch_rows * config.length == pytest.approx(tokens, rel=1e-3)
+    axes = config.parallel
+    fsdp, rest = divmod(devices, axes.ep * axes.cp * axes.tp)
+    assert rest == 0
+    Layout(torch.device("meta"), fsdp, axes.ep, axes.cp, axes.tp).check(config, preset("glm-5"))
 
 
 def test_the_configuration_needs_no_torch():

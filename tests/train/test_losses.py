@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.train.config import OptimizerConfig
 from glm5.train.loop import compute_gradients
 from glm5.train.losses import (
@@ -105,6 +106,28 @@ def test_the_mtp_loss_equals_a_loop_over_tokens_and_depths():
                  if batch.documents_BT[b, t] >= 0 and batch.documents_BT[b, t] == batch.documents_BT[b, t + depth + 1]]
         means.append(torch.stack(terms).mean())
     torch.testing.assert_close(losses.parts["mtp_loss"], torch.stack(means).mean().detach())
+
+
+def test_with_a_shared_selection_the_later_mtp_steps_take_that_of_the_first():
+    narrow, batch = tiny_model().config.replace(index_topk=4), packed_batch(rows=2)  # fewer than a document has
+    model, sharing = (GlmMoeDsaForCausalLM(narrow.replace(index_share_for_mtp_iteration=shares))
+                      for shares in (False, True))
+    sharing.load_state_dict(model.state_dict())
+    counts = count_step(batch, 3)
+    found, alone = FULL(sharing, batch, counts), FULL(model, batch, counts)
+    place = (batch.positions_BT, batch.documents_BT)
+    hidden_BTD, selection, losses = sharing.hidden(batch.ids_BT, *place).hidden_BTD, None, []
+    for depth in (1, 2, 3):
+        step = sharing.mtp(hidden_BTD, torch.roll(batch.ids_BT, -depth, dims=1), *place, selection=selection)
+        hidden_BTD, selection = step.hidden_BTD, step.selection
+        logprobs_BTW = torch.log_softmax(sharing.lm_head(hidden_BTD), -1)
+        labels_BT = torch.roll(batch.ids_BT, -depth - 1, dims=1)
+        losses.append(-logprobs_BTW.gather(-1, labels_BT.unsqueeze(-1)).squeeze(-1)[mtp_mask(batch, depth)].mean())
+    torch.testing.assert_close(found.parts["mtp_loss"], torch.stack(losses).mean().detach())
+    assert found.parts["mtp_loss"] != alone.parts["mtp_loss"]
+    found.total.backward()
+    own = model.config.num_hidden_layers
+    assert sharing.model.layers[own].self_attn.indexer.wk.weight.grad.any()  # the first step still teaches it
 
 
 def test_mtp_labels_stay_in_their_document_and_under_the_loss_mask():

@@ -1,5 +1,6 @@
 """Learning-rate schedules against the numbers of the published recipe."""
 
+import dataclasses
 from functools import partial
 from itertools import islice
 
@@ -45,6 +46,11 @@ ROWS = partial(rows_of_step, RAMP)
 
 def test_the_batch_grows_in_whole_micro_batches_to_its_size():
     assert [rows_of_step(RAMP, step) for step in range(10)] == [4, 4, 6, 8, 10, 10, 12, 14, 16, 16]
+
+
+def test_the_batch_grows_in_units_when_they_are_given():
+    config = dataclasses.replace(RAMP, batch_ramp=BatchRampConfig(first_rows=4, steps=8, unit=4))
+    assert [rows_of_step(config, step) for step in range(10)] == [4, 4, 4, 8, 8, 8, 12, 12, 16, 16]
 
 
 def test_every_row_is_taken_once_from_any_step_on_and_by_any_number_of_processes():

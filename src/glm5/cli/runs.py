@@ -78,11 +78,12 @@ def results(first: Path, second: Path) -> None:
     print(compare(first, second))
 
 
-def bench_train(section: Annotated[list[str] | None, typer.Option(help="transformers, memory, tokens or sparse; "
-                                   "repeat for several, none for all.")] = None,
+def bench_train(section: Annotated[list[str] | None, typer.Option(help="transformers, memory, tokens, sparse or "
+                                   "scaling; repeat for several, none for all.")] = None,
                 rounds: Annotated[int, typer.Option(help="Steps that are timed.")] = 5,
                 as_json: AsJson = False) -> None:
-    """Training steps against Transformers, tokens per second by model size, sparse attention over 16K tokens."""
+    """Training steps against Transformers, tokens per second by model size, sparse attention over 16K tokens, two
+    processes against one."""
     from glm5.train.benchmark import SECTIONS, Options, measure
 
     print_results("bench train", measure(Options(tuple(section or SECTIONS), rounds)), as_json)

@@ -63,10 +63,14 @@ class CurriculumConfig:
     """Trainer steps after a visit before the next one: the policy should have changed."""
     balance: float = 2.0
     """Tasksets whose groups more often have equal rewards start up to so many times more of them; 1: fixed shares."""
+    screen: int = 0
+    """Episodes of a group that start first; the others start when the rewards of these differ. 0: all start at once."""
 
     def __post_init__(self) -> None:
         require_at_least(1, max_visits=self.max_visits, balance=self.balance)
-        require_at_least(0, revisit_after_steps=self.revisit_after_steps)
+        require_at_least(0, revisit_after_steps=self.revisit_after_steps, screen=self.screen)
+        if self.screen == 1:
+            raise ConfigError("screen=1: the reward of one episode differs from no other; give 2 or more, or 0")
         if not 0 <= self.revisit_share < 1:
             raise ConfigError(f"revisit_share={self.revisit_share} must lie in [0, 1)")
 

@@ -135,16 +135,17 @@ class Ledger:
     def close_group(self, group_id: str, slots: Sequence[Sequence[Episode]]) -> str:
         """Enter a finished group: per slot its attempts in order, of which the last counts.
 
-        Returns "" when the group became ready, else the reason why it was dropped.
+        A group that is dropped may have ended before all its slots began; its size becomes that of ``slots``. Returns
+        "" when the group became ready, else the reason why it was dropped.
         """
         finals = [attempts[-1] for attempts in slots]
         with self._transaction():
             size = self._open_size(group_id)
-            if len(slots) != size:
-                raise ServiceError(f"group {group_id}: {len(slots)} slots ended, expected {size}; nothing was stored")
             steps = self._version_steps()
             spans = [_step_span(episode, steps) for episode in finals]
             admission = self._admission(finals, spans)
+            if len(slots) > size or (len(slots) < size and not admission.reason):
+                raise ServiceError(f"group {group_id}: {len(slots)} slots ended, expected {size}; nothing was stored")
             for slot, attempts in enumerate(slots):
                 for failed in attempts[:-1]:
                     self._insert_episode(failed, slot, final=False, excluded=failed.outcome, multiplicity=0, span=None)
@@ -153,9 +154,10 @@ class Ledger:
             kept = [span for span, times in zip(spans, admission.multiplicities, strict=True) if times and span]
             oldest, newest = min((low for low, _ in kept), default=None), max((high for _, high in kept), default=None)
             self._db.execute(
-                "UPDATE groups SET state = ?, reason = ?, min_step = ?, max_step = ?, closed_at = ?, "
+                "UPDATE groups SET state = ?, reason = ?, size = ?, min_step = ?, max_step = ?, closed_at = ?, "
                 "closed_seq = (SELECT COALESCE(MAX(closed_seq), 0) + 1 FROM groups) WHERE group_id = ?",
-                ("dropped" if admission.reason else "ready", admission.reason, oldest, newest, time.time(), group_id))
+                ("dropped" if admission.reason else "ready", admission.reason, len(slots), oldest, newest,
+                 time.time(), group_id))
         return admission.reason
 
     def drop_open_groups(self, reason: str) -> int:

@@ -29,6 +29,8 @@ from starlette.routing import Route
 from glm5.errors import ServiceError
 from glm5.process import bind, serve_app
 from glm5.records import Episode
+from glm5.rl.admission import is_measured
+from glm5.rl.advantages import has_signal
 from glm5.rl.config import RLConfig, read_rl_config
 from glm5.rl.curriculum import Curriculum, RatioPicker, Visit
 from glm5.rl.episodes import EpisodeRunner, failed_episode
@@ -64,6 +66,7 @@ class Orchestrator:
         self._picker = RatioPicker(config.tasksets, config.curriculum.balance)
         self._curriculum = Curriculum(config.curriculum)
         self._task_ids: dict[str, deque[tuple[int, str]]] = {taskset: deque() for taskset in config.tasksets}
+        self._screened = min(config.curriculum.screen or config.group_size, config.group_size)
         self._slots = asyncio.Semaphore(config.concurrency)
         self._groups: set[asyncio.Task[None]] = set()
         self._attempts: dict[str, set[asyncio.Task[Episode]]] = {}
@@ -136,10 +139,9 @@ class Orchestrator:
             return False
         suffix = f"v{visit.number}" if visit.number else ""
         group = _Group(f"{taskset}-{visit.task_index}{suffix}", taskset, visit)
-        size = self._config.group_size
         self._ledger.open_group(group.group_id, taskset=taskset, task_id=visit.task_id, task_index=visit.task_index,
-                                visit=visit.number, size=size)
-        self._unfinished += size
+                                visit=visit.number, size=self._config.group_size)
+        self._unfinished += self._screened
         running = asyncio.create_task(self._run_group(runner, group))
         self._groups.add(running)
         running.add_done_callback(self._group_done)
@@ -165,7 +167,11 @@ class Orchestrator:
         return Visit(*waiting.popleft(), 0)
 
     async def _run_group(self, runner: EpisodeRunner, group: _Group) -> None:
-        slots = await asyncio.gather(*(self._run_slot(runner, group, slot) for slot in range(self._config.group_size)))
+        first, size = self._screened, self._config.group_size
+        slots = await asyncio.gather(*(self._run_slot(runner, group, slot) for slot in range(first)))
+        if first < size and not _is_hopeless([attempts[-1] for attempts in slots]):
+            self._unfinished += size - first
+            slots += await asyncio.gather(*(self._run_slot(runner, group, slot) for slot in range(first, size)))
         reason = self._ledger.close_group(group.group_id, slots)
         finals = [attempts[-1].reward for attempts in slots]
         rewards = [reward for reward in finals if reward is not None]
@@ -257,6 +263,13 @@ class Orchestrator:
                 await self._wake.wait()
         except TimeoutError:
             pass
+
+
+def _is_hopeless(screened: list[Episode]) -> bool:
+    """Whether the first episodes of a group tell that its rewards will hardly differ: all known, all equal. Two of
+    three groups end like that, and their other episodes would be sampled for nothing (SPEED-RL, arXiv:2506.09016)."""
+    return all(is_measured(episode) for episode in screened) and not has_signal([episode.reward or 0.0
+                                                                                   for episode in screened])
 
 
 def build_app(orchestrator: Orchestrator) -> Starlette:

@@ -10,6 +10,8 @@ Sections, each by the name of its rows:
 - ``tokens_per_s.SIZE``: all losses (MTP and indexers too), Muon, for models of 1M to 100M parameters.
 - ``train.sparse.16384.…``: a step of the dsa-sparse stage on one document of 16,384 tokens, nano preset; time per
   token over that of one document of 4,096.
+- ``train.scaling.2``: tokens per second of two processes (FSDP2 over gloo, started by ``torchrun``) over those of one;
+  5M model, all losses, Muon, eight rows of 512 tokens a step, one thread per process.
 
 Run on an idle machine: times are wall times.
 """
@@ -39,15 +41,18 @@ from glm5.model.checkpoint import load_model, save_model
 from glm5.model.config import ModelConfig, preset
 from glm5.model.counts import parameter_counts
 from glm5.model.transformer import GlmMoeDsaForCausalLM
-from glm5.train.config import OptimizerConfig
+from glm5.train.config import OptimizerConfig, ParallelConfig
 from glm5.train.loop import compute_gradients
 from glm5.train.losses import Objective
 from glm5.train.optimizers import build_optimizer
+from glm5.train.parallel.layout import connect
+from glm5.train.parallel.rows import part_of_batch
+from glm5.train.parallel.spread import Spread
 
 Step = Callable[[], float]
 """One optimizer step; gives its loss."""
 
-SECTIONS = ("transformers", "memory", "tokens", "sparse")
+SECTIONS = ("transformers", "memory", "tokens", "sparse", "scaling")
 GOALS = {512: 2.5, 2048: 5.0}
 """Times faster than Transformers, by length."""
 _ROWS = {512: 4, 2048: 1}
@@ -58,6 +63,8 @@ _ADAMW = OptimizerConfig(kind="adamw", lr=1e-4, weight_decay=0.0, clip_norm=0.0)
 _LONG, _SHORT = 16384, 4096
 _MEMORY_GOAL = 4e9
 _GROWTH_GOAL = 1.5
+_SCALING_STEPS = 3
+"""Timed steps of every start."""
 
 
 def shapes() -> Mapping[str, ModelConfig]:
@@ -111,6 +118,8 @@ def measure(options: Options) -> list[dict[str, Any]]:
         rows += [row for name in options.sizes for row in _tokens_per_s(name, options.rounds)]
     if "sparse" in options.sections:
         rows += _sparse_rows(options.rounds)
+    if "scaling" in options.sections:
+        rows.append(_scaling(options.rounds))
     return rows
 
 
@@ -231,16 +240,31 @@ def _sparse_rows(rounds: int) -> list[dict[str, Any]]:
              "met": peak < _MEMORY_GOAL}]
 
 
+def _scaling(rounds: int) -> dict[str, Any]:
+    """One process and two, alternating, each start measured after a step of warm-up."""
+    speeds: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(rounds):
+        for processes, found in speeds.items():
+            found.append(_measure_apart("scaling", processes=processes)["tokens_per_s"])
+    ratio = statistics.median(two / one for one, two in zip(speeds[1], speeds[2], strict=True))
+    return {"name": "train.scaling.2", "value": statistics.median(speeds[2]), "unit": "tokens/s", "n": rounds,
+            "baseline": statistics.median(speeds[1]), "ratio": ratio}
+
+
 def _seconds(step: Step) -> float:
     started = time.perf_counter()
     step()
     return time.perf_counter() - started
 
 
-def _measure_apart(*arguments: str) -> dict[str, float]:
-    """Two steps in a process of its own; its peak memory."""
-    command = [sys.executable, "-m", "glm5.train.benchmark", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=3600, env=dict(os.environ))
+def _measure_apart(*arguments: str, processes: int = 0) -> dict[str, float]:
+    """Steps in a process of its own, or in ``processes`` of one thread that ``torchrun`` starts; what it found."""
+    program = ["-m", "glm5.train.benchmark", *arguments]
+    environment = dict(os.environ)
+    if processes:
+        program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *program]
+        environment["OMP_NUM_THREADS"] = "1"
+    result = subprocess.run([sys.executable, *program], capture_output=True, text=True, timeout=3600, env=environment)
     if result.returncode:
         raise ConfigError(f"bench train: {arguments[0]} failed: {result.stderr.strip().splitlines()[-1]}")
     answer: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
@@ -255,7 +279,32 @@ def _require_transformers() -> None:
                           "sections transformers and memory") from None
 
 
+def _steps_together() -> None:
+    """Steps of one process among those that ``torchrun`` started; the first tells the speed of all."""
+    torch.set_num_threads(1)
+    config = shapes()["5M"]
+    with connect(ParallelConfig(), "cpu") as layout:
+        model = GlmMoeDsaForCausalLM(config, generator=torch.Generator().manual_seed(0))
+        spread = Spread(model, layout, ParallelConfig())
+        optimizer = spread.optimizer(OptimizerConfig())
+        whole = text_batch(8, 512, config.vocab_size)
+        part = part_of_batch(whole, layout.row_part, layout.row_parts, layout.device)
+
+        def step() -> float:
+            result, _ = compute_gradients(model, optimizer, _EVERYTHING, part, 0, spread)
+            optimizer.step()
+            return result.loss
+
+        step()
+        seconds = statistics.median(_seconds(step) for _ in range(_SCALING_STEPS))
+        if layout.is_first:
+            print(json.dumps({"tokens_per_s": whole.ids_BT.numel() / seconds}))
+
+
 def _steps_alone(which: str, checkpoint: str = "", length: str = "0") -> None:
+    if which == "scaling":
+        _steps_together()
+        return
     if which == "sparse":
         config = preset("nano").replace(max_position_embeddings=_LONG)
         batch = text_batch(1, _LONG, config.vocab_size)

@@ -107,10 +107,12 @@ class BatchRampConfig:
     first_rows: int = 0
     """Rows of the first step; 0 starts with ``batch_rows`` at once."""
     steps: int = 0
-    """Steps over which the rows rise to ``batch_rows``, in whole micro-batches."""
+    """Steps over which the rows rise to ``batch_rows``, in whole units."""
+    unit: int = 0
+    """Rows are added in multiples of this, which ``fsdp x ep`` of a layout must divide; 0 takes ``micro_rows``."""
 
     def __post_init__(self) -> None:
-        require_at_least(0, first_rows=self.first_rows, steps=self.steps)
+        require_at_least(0, first_rows=self.first_rows, steps=self.steps, unit=self.unit)
         if bool(self.first_rows) != bool(self.steps):
             raise ConfigError(f"first_rows={self.first_rows} and steps={self.steps}: give both or neither")
 

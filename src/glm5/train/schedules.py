@@ -29,9 +29,9 @@ def lr_factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
 
 
 def rows_of_step(config: StageConfig, step: int) -> int:
-    """Rows of one optimizer step: during the ramp a straight line rounded down to whole micro-batches."""
+    """Rows of one optimizer step: during the ramp a straight line rounded down to whole units."""
     ramp = config.batch_ramp
     if step >= ramp.steps:
         return config.batch_rows
-    unit = config.micro_rows or 1
+    unit = ramp.unit or config.micro_rows or 1
     return ramp.first_rows + (config.batch_rows - ramp.first_rows) * step // ramp.steps // unit * unit

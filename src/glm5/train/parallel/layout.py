@@ -140,7 +140,7 @@ class Layout:
         for step in range(config.batch_ramp.steps):
             if rows_of_step(config, step) % self.row_parts:
                 raise ConfigError(f"batch_ramp: the {rows_of_step(config, step)} rows of step {step + 1} are not a "
-                                  f"multiple of {self.row_parts} (fsdp x ep of [parallel]); let micro_rows be one")
+                                  f"multiple of {self.row_parts} (fsdp x ep of [parallel]); let batch_ramp.unit be one")
         for what, value, divisor, axis in (
                 ("batch_rows", config.batch_rows, self.row_parts, "fsdp x ep"),
                 ("n_routed_experts", model.n_routed_experts, self.ep, "ep"),
