@@ -130,7 +130,8 @@ def count_differences(straight: Path, killed: Path) -> int:
     name = json.loads((straight / "final.json").read_text())["checkpoint"]
     for file in ("model.safetensors", "trainer/optimizer.safetensors"):
         first, second = (load_file(run / "checkpoints" / name / file) for run in (straight, killed))
-        differences += sum(key not in second or not torch.equal(first[key], second[key]) for key in first)
+        differences += sum(key not in first or key not in second or not torch.equal(first[key], second[key])
+                           for key in first.keys() | second.keys())
     return differences
 
 

@@ -156,7 +156,8 @@ def test_left_padding_changes_no_logit_of_the_text() -> None:
     """A batch of prompts that end together, as generation pads them: each row equals its prompt alone."""
     model = tiny_model()
     prompts = [random_ids(1, length, seed=length)[0] for length in (1, 17, 40)]  # below, at and above index_topk
-    ids, documents, positions = torch.zeros(3, 40, dtype=torch.int64), torch.full((3, 40), -1), torch.zeros(3, 40).long()
+    ids, positions = torch.zeros(2, 3, 40, dtype=torch.int64)
+    documents = torch.full((3, 40), -1)
     for row, prompt in enumerate(prompts):
         ids[row, 40 - len(prompt):], documents[row, 40 - len(prompt):] = prompt, 0
         positions[row, 40 - len(prompt):] = torch.arange(len(prompt))

@@ -2,7 +2,7 @@
 
 The trainer's process sends each worker the row numbers of a batch and takes the answers in the order in which it sent
 them, at most ``ahead`` batches per worker being under way. A worker also tokenises shards that are not ready yet,
-before their rows are needed. Without workers a batch is made when it is asked for.
+before their rows are needed. Without workers a thread makes the next batch while the trainer has the last one.
 
 A worker that dies is noticed at once, through its closed connection. Workers end when the loader is closed or when its
 process dies, however that happens.
@@ -17,7 +17,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import cycle
@@ -81,8 +81,7 @@ class Loader:
         Raises what a worker raised, and ServiceError when a worker is gone.
         """
         if not self._workers:
-            for numbers in ranges:
-                yield collate([self._source.row(number, self._length, self._seed) for number in numbers])
+            yield from self._batches_of_thread(ranges)
             return
         under_way: deque[_Worker] = deque()
         for worker, numbers in zip(cycle(self._workers), ranges, strict=False):
@@ -92,6 +91,19 @@ class Loader:
                 yield self._receive(under_way.popleft())
         while under_way:
             yield self._receive(under_way.popleft())
+
+    def _batches_of_thread(self, ranges: Iterator[range]) -> Iterator[Batch]:
+        def make(numbers: range) -> Batch:
+            return collate([self._source.row(number, self._length, self._seed) for number in numbers])
+
+        with ThreadPoolExecutor(1, thread_name_prefix="glm5-data") as pool:
+            coming: Future[Batch] | None = None
+            for numbers in ranges:
+                ready, coming = coming, pool.submit(make, numbers)
+                if ready is not None:
+                    yield ready.result()
+            if coming is not None:
+                yield coming.result()
 
     def _send(self, worker: _Worker, numbers: range) -> None:
         try:

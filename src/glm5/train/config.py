@@ -158,7 +158,7 @@ class DataConfig:
     held_out_rows: int = 32
     """Rows of held-out text that are scored before and after the stage; 0 scores none."""
     workers: int = 0
-    """Processes that tokenise and pack ahead of training; 0 makes each batch when it is asked for."""
+    """Processes that tokenise and pack ahead of training; 0 makes the next batch in a thread of the trainer."""
     ahead: int = 2
     """Batches that each worker may be ahead."""
     shard_chars: int = SHARD_CHARS
