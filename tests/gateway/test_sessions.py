@@ -2,10 +2,11 @@
 
 import pytest
 
+from glm5.dialects.protocol import ApiError
 from glm5.errors import GatewayError
-from glm5.gateway.dialect import RequestError
 from glm5.gateway.history import extend_chain, read_history, read_message
-from glm5.gateway.sessions import Node, Session, SessionSettings
+from glm5.gateway.sessions import Session, SessionSettings
+from glm5.gateway.tree import Node, Origin
 from glm5.records import SamplingParams
 
 USER = {"role": "user", "content": "what is the answer"}
@@ -16,10 +17,12 @@ def new_session(**extra):
     return Session(SessionSettings(session_id="s", enable_thinking=False, **extra), "key", 1e9)
 
 
-def take_turn(session, tokenizer, messages, reply, answer=None):
+def take_turn(session, tokenizer, messages, reply, tools=None, model="m"):
     """Plan and record one turn whose sampled text is ``reply``; the plan and the message that the client would get."""
-    history = read_history(messages, None)
-    plan = session.plan(history, None, tokenizer)
+    history = read_history(messages, tools)
+    origin = Origin.of(history, tools, model)
+    plan = session.plan(history, origin, tools, tokenizer)
+    role = session.role(plan, origin, history.system)
     parsed = tokenizer.parse(reply, thinking=session.settings.enable_thinking)
     message = {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning}
     output_ids = tokenizer.encode(reply, allow_special=True)
@@ -27,7 +30,7 @@ def take_turn(session, tokenizer, messages, reply, answer=None):
                 output_ids=output_ids, logprobs=[-1.0] * len(output_ids), versions=[1] * len(output_ids),
                 finish_reason="stop", chain=extend_chain(history.chains[-1], read_message(message, "answer")),
                 num_messages=len(messages) + 1, digest=str(messages).encode(),
-                answer={"choices": [{"message": message}]})
+                reasoning=parsed.reasoning.strip(), origin=origin, role=role, reason=plan.reason)
     session.add(node)
     assert node.prompt_ids() == plan.prompt_ids
     return plan, message
@@ -129,7 +132,7 @@ def test_token_limits_take_the_smallest(tokenizer):
     assert session.remaining_tokens(100, 5) == 5
     assert session.remaining_tokens(3, 5) == 3
     take_turn(session, tokenizer, [USER], "what is the answer<|user|>" * 3)
-    with pytest.raises(RequestError, match="limit of 8 sampled tokens") as caught:
+    with pytest.raises(ApiError, match="limit of 8 sampled tokens") as caught:
         session.remaining_tokens(100, None)
     assert caught.value.code == "token_limit_exceeded"
 
