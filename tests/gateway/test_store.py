@@ -132,5 +132,5 @@ def test_files_that_cannot_be_a_store_are_named(tmp_path):
     newer = sqlite3.connect(tmp_path / "newer.sqlite")
     newer.execute("PRAGMA user_version = 99")
     newer.close()
-    with pytest.raises(GatewayError, match="store format 99, expected 1"):
+    with pytest.raises(GatewayError, match="store format 99, expected 2"):
         Store(tmp_path / "newer.sqlite")
