@@ -79,7 +79,7 @@ def test_sessions_move_to_an_engine_that_joins_until_the_load_is_even_enough():
         for session in sessions:
             router.choose(session)
     loads = [router.num_sessions(url) for url in router.engine_urls]
-    assert router.num_moves == 0 and loads[3] == 0  # 23 is not far enough above the mean of 15 to compute prefixes again
+    assert router.num_moves == 0 and loads[3] == 0  # 23 is within 1.5 times the mean of 15, and one
     router.mark_dead("http://a:1")
     router.mark_dead("http://b:1")
     for session in sessions:
