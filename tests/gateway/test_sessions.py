@@ -20,7 +20,7 @@ def new_session(**extra):
 def take_turn(session, tokenizer, messages, reply, tools=None, model="m"):
     """Plan and record one turn whose sampled text is ``reply``; the plan and the message that the client would get."""
     history = read_history(messages, tools)
-    origin = Origin.of(history, tools, model)
+    origin = Origin.of(history, tools, True, model)
     plan = session.plan(history, origin, tools, tokenizer)
     role = session.role(plan, origin, history.system)
     parsed = tokenizer.parse(reply, thinking=session.settings.enable_thinking)

@@ -35,6 +35,8 @@ class Call:
     """A request that is ready to be sampled."""
 
     turn_id: str
+    number: int
+    """Model calls of the session up to this one."""
     form: Any
     """The ``Format`` of the answer."""
     plan: Plan
@@ -61,8 +63,8 @@ def read_call(session: Session, dialect: Dialect, data: dict[str, Any], tokenize
     assert planner.plan is not None, "every dialect asks for its prompt"
     turn_id = session.next_turn_id()
     return Call(
-        turn_id=turn_id, form=_identified(form, session, turn_id, created), plan=planner.plan, origin=planner.origin,
-        role=session.role(planner.plan, planner.origin, planner.system), chain=planner.chain,
+        turn_id=turn_id, number=session.calls, form=_identified(form, session, turn_id, created), plan=planner.plan,
+        origin=planner.origin, role=session.role(planner.plan, planner.origin, planner.system), chain=planner.chain,
         num_messages=planner.num_messages, response=_continuation(form, data, planner))
 
 
@@ -97,10 +99,11 @@ class _Planner:
         if self._known is not None:
             return Prompt(self._known)
         _refuse_constraints(conversation)
-        declared = conversation.tools if self.session.settings.declare_tools else None
+        is_declared = self.session.settings.declare_tools
+        declared = conversation.tools if is_declared else None
         history = read_history(conversation.messages, declared)
         self.system, self.chain, self.num_messages = history.system, history.chains[-1], len(history.messages)
-        self.origin = Origin.of(history, conversation.tools, self.model)
+        self.origin = Origin.of(history, conversation.tools, is_declared, self.model)
         self.plan = self.session.plan(history, self.origin, declared, self.tokenizer)
         return Prompt(self.plan.prompt_ids)
 
@@ -162,7 +165,9 @@ def _continuation(form: Any, data: dict[str, Any], planner: _Planner) -> tuple[s
 
 def _model(data: dict[str, Any]) -> str:
     """The model name that the client gives: any is served."""
-    return str(data.setdefault("model", DEFAULT_MODEL))
+    if data.get("model") is None:
+        data["model"] = DEFAULT_MODEL
+    return str(data["model"])
 
 
 def _refuse_unsupported(request: AnswerRequest) -> None:

@@ -22,6 +22,7 @@ from glm5.gateway.history import History
 from glm5.gateway.tree import Node, Origin, Plan, changed, shared_length
 from glm5.records import SamplingParams, Turn, TurnRole
 from glm5.tokenizer.bpe import Tokenizer
+from glm5.tokenizer.chat import continuation_segments
 
 if TYPE_CHECKING:
     from glm5.gateway.reply import Reply
@@ -203,7 +204,8 @@ class Session:
                                             enable_thinking=settings.enable_thinking)
                 if appended is not None:
                     return Plan(node, "extend", previous + appended)
-                reason = "role_token"
+                if all(item["role"] != "assistant" for item in new):
+                    reason = reason or ("shape" if continuation_segments(new) is None else "role_token")
         # Preserved thinking: with reasoning kept in every turn, the next prompt starts with this one.
         ids = tokenizer.render(messages, tools=declared_tools, add_generation_prompt=True,
                                enable_thinking=settings.enable_thinking, clear_thinking=settings.clear_thinking).ids

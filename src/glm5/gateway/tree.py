@@ -16,6 +16,7 @@ Kinds of turns:
                   same);
 - ``thinking``    reasoning was changed, or dropped because the session says ``clear_thinking``;
 - ``role_token``  the answer ended with a role token that the next message contradicts;
+- ``shape``       what follows the answer is neither tool results nor a user message, and cannot be appended;
 - ``stop_token``  raw text goes on without the stop token that ended the answer.
 
 Every turn has a role: ``main`` for calls like the first one; a new root with another system prompt is a sub-agent's
@@ -50,10 +51,11 @@ class Origin:
     """Model name that the client gave."""
 
     @classmethod
-    def of(cls, history: History, tools: Sequence[dict[str, Any]] | None, model: str) -> Origin:
-        """Origin of a chat request."""
-        return cls(digest(history.system.strip().encode("utf-8", "surrogatepass")),
-                   digest(canonical_json(tools)) if tools else b"", history.opening, model)
+    def of(cls, history: History, tools: Sequence[dict[str, Any]] | None, is_declared: bool, model: str) -> Origin:
+        """Origin of a chat request; ``is_declared`` says whether ``tools`` are those of the history."""
+        known = history.tools if is_declared else digest(canonical_json(tools))
+        return cls(digest(history.system.strip().encode("utf-8", "surrogatepass")), known if tools else b"",
+                   history.opening, model)
 
 
     def to_text(self) -> str:
