@@ -51,7 +51,7 @@ def test_01_thinking_that_templates_drop_stays_in_the_ids_unless_the_session_say
     assert "because" not in cleared and "<|assistant|></think>seven<|user|>make three" in cleared
     assert keeping.trajectories()["kinds"] == {"root": 1, "extend": 1}
     result = clearing.trajectories()
-    assert (result["kinds"], result["reasons"]) == ({"root": 1, "rewrite": 1}, {"thinking": 1})
+    assert (result["kinds"], result["reasons"]) == ({"root": 1, "fork": 1}, {"thinking": 1})
     assert len(result["trajectories"]) == 2
 
 
