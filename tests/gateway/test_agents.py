@@ -69,7 +69,7 @@ def test_mini_swe_agent_is_one_token_exact_trajectory(roomy_gateway, script, eng
     done = subprocess.run([sys.executable, "-c", DRIVER, *words], env=variables, capture_output=True, text=True,
                           timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["Submitted"] and (tmp_path / "answer.txt").read_text().strip() == "2"
+    assert done.stdout.split().count("Submitted") == 1 and (tmp_path / "answer.txt").read_text().strip() == "2"
     outputs = [tokenizer.encode(reply, allow_special=True) for reply in replies]
     seen = prompts(engine_log)
     script(max_context=4096)

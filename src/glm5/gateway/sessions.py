@@ -223,11 +223,10 @@ class Session:
     def plan_raw(self, ids: list[int]) -> Plan:
         """Where raw ids attach."""
         best, shared = self._longest_common(ids)
-        if best is not None and shared == best.length:
-            return Plan(best, "extend", ids)
-        if best is not None and best.num_messages == 0 and shared == len(best.visible_ids()):
+        contained = [node for node in best.path() if node.length <= shared] if best is not None else []
+        if best is not None and best not in contained and best.num_messages == 0 and shared == len(best.visible_ids()):
             return Plan(best, "rewrite", ids, "stop_token")
-        return Plan(None, "root", ids)
+        return Plan(contained[-1], "extend", ids) if contained else Plan(None, "root", ids)
 
     def _text(self, node: Node, tokenizer: Tokenizer) -> str:
         if node.turn_id not in self._texts:
