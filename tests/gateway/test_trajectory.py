@@ -73,6 +73,7 @@ def test_roles_that_are_not_trained_give_context_but_no_trajectory():
     on_aux = turn("c", "b", "extend", [2, 11, 3], [12])
     (trajectory,) = build_trajectories([main, aux])
     assert trajectory.turn_ids == ["a"]
-    first, second = build_trajectories([main, aux, on_aux])
+    assert len(build_trajectories([main, aux, on_aux])) == 2
+    second = build_trajectories([main, aux, on_aux])[1]
     assert (second.ids, second.loss_mask) == ([2, 11, 3, 12], [False, False, False, True])
     assert build_trajectories([main, aux], ("aux",))[0].ids == [2, 11] and build_trajectories([aux]) == []
