@@ -30,9 +30,9 @@ from typing import Any
 
 import httpx
 
+from glm5.dialects.text import Detokenizer
 from glm5.eval.report import results_object
 from glm5.process import spawn, stop, wait_ready
-from glm5.serve.text import Detokenizer
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 
 _WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog")

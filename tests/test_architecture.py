@@ -16,18 +16,19 @@ MAY_IMPORT = {
     "wire": {"errors"},
     "device": {"errors"},
     "tokenizer": BASE,
+    "dialects": BASE | {"tokenizer"},
     "data": BASE | {"tokenizer"},
     "kernels": BASE,
     "model": BASE | {"kernels"},
     "train": BASE | {"tokenizer", "data", "kernels", "model"},
     "engine": BASE | {"tokenizer", "kernels", "model"},
-    "serve": BASE | {"tokenizer", "engine"},
-    "gateway": BASE | {"tokenizer"},
+    "serve": BASE | {"tokenizer", "dialects", "engine"},
+    "gateway": BASE | {"tokenizer", "dialects"},
     "env": BASE | {"tokenizer"},
     "rl": BASE | {"tokenizer", "data", "kernels", "model", "train", "engine", "serve", "gateway", "env"},
     "eval": BASE | {"tokenizer", "data", "kernels", "model", "engine", "serve", "gateway", "env"},
 }
-TORCH_FREE = {*BASE - {"device"}, "tokenizer", "gateway", "env"}
+TORCH_FREE = {*BASE - {"device"}, "tokenizer", "dialects", "gateway", "env"}
 
 
 def imported_modules(path: Path) -> set[str]:

@@ -20,6 +20,11 @@ prints it and exits with 2; anything that is not a ``Glm5Error`` is a defect and
 class Glm5Error(Exception):
     """Root of the errors that are reported in one line."""
 
+    status: int = 500
+    """HTTP status with which a service of ours reports it."""
+    code: str | None = "internal_error"
+    """Machine-readable word beside the message."""
+
 
 class ConfigError(Glm5Error, ValueError):
     """A configuration file, key or value is wrong."""
@@ -27,6 +32,8 @@ class ConfigError(Glm5Error, ValueError):
 
 class DataError(Glm5Error, ValueError):
     """A source of text or conversations is empty, missing or malformed."""
+
+    status, code = 400, "invalid_request"
 
 
 class CheckpointError(Glm5Error, ValueError):
@@ -40,9 +47,13 @@ class KernelError(Glm5Error, RuntimeError):
 class EngineError(Glm5Error, RuntimeError):
     """The inference engine refused or failed a request."""
 
+    code = "engine_error"
+
 
 class GatewayError(Glm5Error, RuntimeError):
     """A recorded session refused or failed a request."""
+
+    status, code = 503, "gateway_error"
 
 
 class SandboxError(Glm5Error, RuntimeError):

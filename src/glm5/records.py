@@ -13,7 +13,11 @@ Outcome = Literal["ok", "truncated", "agent_error", "infra_error", "cancelled", 
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
 TRAINABLE_OUTCOMES = frozenset({"ok", "truncated", "agent_error"})
 TurnKind = Literal["root", "extend", "rewrite", "fork"]
+TurnRole = Literal["main", "sub", "aux"]
+"""Whose call a turn is: the agent's, a sub-agent's, or an auxiliary one such as a title or a summary."""
 FinishReason = Literal["stop", "length", "abort"]
+TopLogprobs = list[tuple[int, float]]
+"""The most likely ids of one position and their log-probs, most likely first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,33 @@ class Turn:
     versions: list[int]
     """Policy version that sampled each output id."""
     finish_reason: FinishReason
+    role: TurnRole = "main"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What a finished request produced. The three lists have equal length; a stop id is the last output id."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    prompt_logprobs: list[float | None]
+    """None for the first prompt token, then one log-prob a token; empty unless asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens that arrived since the last chunk of a stream; ``finish_reason`` is set on the last one only."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[int]
+    finish_reason: FinishReason | None
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """One entry an output id if the request asked for them, else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

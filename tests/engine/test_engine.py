@@ -17,10 +17,10 @@ import torch
 from glm5.engine.config import EngineConfig
 from glm5.engine.engine import Engine
 from glm5.engine.generation import Generation
-from glm5.engine.requests import Completion, ContextLengthError, EngineClosedError, InvalidRequestError, QueueFullError
+from glm5.engine.requests import ContextLengthError, EngineClosedError, InvalidRequestError, QueueFullError
 from glm5.errors import ConfigError, EngineError
 from glm5.model.transformer import GlmMoeDsaForCausalLM
-from glm5.records import SamplingParams
+from glm5.records import Completion, SamplingParams
 
 from .conftest import STOP, VOCABULARY, MakeEngine, make_model
 

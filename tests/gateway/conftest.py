@@ -113,13 +113,22 @@ class Agent:
     api_key: str
 
     @property
+    def anthropic_url(self) -> str:
+        """Base URL for clients that add the version themselves."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
     def headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.api_key}"}
 
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+        """One request below the base URL; the response as it came."""
+        return httpx.post(f"{self.base_url}/{path}", headers={**self.headers, **headers}, timeout=30,
+                          json={"model": "m", **body})
+
     def chat(self, messages: list[dict[str, Any]], **extra: Any) -> httpx.Response:
-        """One call; the response as it came."""
-        return httpx.post(f"{self.base_url}/chat/completions", headers=self.headers, timeout=30,
-                          json={"model": "m", "messages": messages, **extra})
+        """One chat completion; the response as it came."""
+        return self.post("chat/completions", {"messages": messages, **extra})
 
     def reply(self, messages: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
         """One call that must succeed; the assistant message."""

@@ -3,7 +3,8 @@
 The script is a list of replies; the n-th ``<|assistant|>`` of a prompt is answered with the n-th reply (the last one
 from then on), so an answer depends on the prompt alone. A reply is the text of an answer (special tokens are written
 as such, the stop token is the last) or an object with ``text`` and any of: ``spelled`` (one token per character, a
-split that no encoder makes), ``delay_s``, ``status`` (an HTTP error), ``answer`` (the body to return).
+split that no encoder makes), ``delay_s``, ``status`` (an HTTP error), ``answer`` (the body to return), ``abort_after``
+(so many ids, then an abort; whoever sends them back gets the rest, from the next weight version).
 ``POST /script`` sets the replies, the context length and the weight version; ``GET /log`` lists what was asked.
 
 Started as a program: ``python scripted_engine.py TOKENIZER_DIR READY_FILE [PORT]``.
@@ -55,13 +56,18 @@ class ScriptedEngine:
             return JSONResponse({"error": {"message": "scripted failure", "type": "x", "code": None}}, reply["status"])
         if "answer" in reply:
             return Response(reply["answer"], media_type="application/json")
-        ids = self._encode(reply)
+        ids, version, reason = self._encode(reply), self.version, "stop"
+        if "abort_after" in reply:
+            answered = data["input_ids"][::-1].index(self.tokenizer.special_id("<|assistant|>")) - 1
+            reason = "stop" if answered else "abort"
+            ids = ids[answered:] if answered else ids[:reply["abort_after"]]
+            version += answered > 0
         limit = data["sampling_params"]["max_new_tokens"]
-        finish_reason = "stop" if len(ids) <= limit else "length"
+        finish_reason = reason if len(ids) <= limit else "length"
         ids = ids[:limit]
         return JSONResponse({
             "output_ids": ids, "logprobs": [scripted_logprob(token) for token in ids],
-            "weight_versions": [self.version] * len(ids), "finish_reason": finish_reason,
+            "weight_versions": [version] * len(ids), "finish_reason": finish_reason,
             "prompt_tokens": len(data["input_ids"]), "cached_tokens": 3})
 
     async def script(self, request: Request) -> JSONResponse:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from glm5.gateway.dialect import RequestError
+from glm5.dialects.protocol import ApiError
 from glm5.gateway.history import extend_chain, read_history, read_message
 
 
@@ -73,6 +73,6 @@ def test_reasoning_is_kept_for_the_renderer_but_not_in_the_chain():
     ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls[0]"),
     ([{"role": "assistant", "tool_calls": 7}], "messages[0].tool_calls")])
 def test_malformed_messages_are_named(messages, named):
-    with pytest.raises(RequestError, match=named.replace("[", r"\[").replace("]", r"\]")) as caught:
+    with pytest.raises(ApiError, match=named.replace("[", r"\[").replace("]", r"\]")) as caught:
         read_history(messages, None)
     assert caught.value.status == 400

@@ -23,6 +23,7 @@ def test_load_stays_below_the_bound():
         loads = [router.num_sessions(url) for url in router.engine_urls]
         assert sum(loads) == number
         assert max(loads) <= LOAD_FACTOR * number / len(loads) + 1
+    assert router.num_moves == 0
 
 
 def test_only_the_sessions_of_a_dead_engine_move():
@@ -34,9 +35,78 @@ def test_only_the_sessions_of_a_dead_engine_move():
     assert moved == {session for session, url in before.items() if url == "http://b:1"}
     assert "http://b:1" not in after.values()
     assert max(Counter(after.values()).values()) <= LOAD_FACTOR * 64 / 3 + 1
+    assert router.num_moves == len(moved)
     router.mark_alive("http://b:1")
     assert {session: router.choose(session) for session in before} == after
     assert "http://b:1" in {router.choose(f"new{number}") for number in range(64)}
+
+
+def test_a_draining_engine_loses_its_sessions_before_their_next_turns_and_gets_no_new_ones():
+    router = Router(ENGINES)
+    before = {f"s{number}": router.choose(f"s{number}") for number in range(64)}
+    router.drain("http://b:1/")
+    assert router.is_draining("http://b:1") and router.is_alive("http://b:1")
+    count = router.num_sessions("http://b:1")
+    assert count > 0  # nothing moves by itself
+    after = {session: router.choose(session) for session in before}
+    assert router.num_sessions("http://b:1") == 0 and router.num_moves == count
+    assert {session for session in before if before[session] != after[session]} == {
+        session for session, url in before.items() if url == "http://b:1"}
+    assert "http://b:1" not in {router.choose(f"new{number}") for number in range(64)}
+    router.add("http://b:1")
+    assert "http://b:1" in {router.choose(f"more{number}") for number in range(64)}
+
+
+def test_the_last_engine_cannot_be_drained_and_serves_on_when_the_others_die():
+    router = Router(ENGINES[:2])
+    with pytest.raises(GatewayError, match="not an engine"):
+        router.drain("http://z:1")
+    router.drain("http://a:1")
+    with pytest.raises(GatewayError, match="no other engine"):
+        router.drain("http://b:1")
+    assert router.choose("s") == "http://b:1"
+    router.mark_dead("http://b:1")
+    assert router.choose("s") is None
+
+
+def test_sessions_move_to_an_engine_that_joins_until_the_load_is_even_enough():
+    router = Router(ENGINES[:3])
+    sessions = [f"s{number}" for number in range(60)]
+    for session in sessions:
+        router.choose(session)
+    router.add("http://d:1")
+    for _ in range(3):
+        for session in sessions:
+            router.choose(session)
+    loads = [router.num_sessions(url) for url in router.engine_urls]
+    assert router.num_moves == 0 and loads[3] == 0  # 23 is within 1.5 times the mean of 15, and one
+    router.mark_dead("http://a:1")
+    router.mark_dead("http://b:1")
+    for session in sessions:
+        router.choose(session)
+    router.mark_alive("http://a:1")
+    router.mark_alive("http://b:1")
+    for session in sessions:
+        router.choose(session)
+    loads = [router.num_sessions(url) for url in router.engine_urls]
+    assert sum(loads) == 60 and max(loads) <= 1.5 * 15 + 2
+
+
+def test_sessions_that_end_leave_the_others_where_they_are_until_one_engine_holds_too_many():
+    router = Router(ENGINES)
+    placed = {f"s{number}": router.choose(f"s{number}") for number in range(64)}
+    stay = "http://a:1"
+    ended = [session for session, url in placed.items() if url != stay]
+    left = [session for session, url in placed.items() if url == stay]
+    for session in ended[:16]:
+        router.release(session)
+    for session in left:
+        assert router.choose(session) == stay
+    for session in ended[16:]:
+        router.release(session)
+    for session in left:
+        router.choose(session)
+    assert max(router.num_sessions(url) for url in router.engine_urls) <= 1.5 * len(left) / 4 + 2
 
 
 def test_released_sessions_free_their_place():

@@ -2,10 +2,11 @@
 
 import pytest
 
+from glm5.dialects.protocol import ApiError
 from glm5.errors import GatewayError
-from glm5.gateway.dialect import RequestError
 from glm5.gateway.history import extend_chain, read_history, read_message
-from glm5.gateway.sessions import Node, Session, SessionSettings
+from glm5.gateway.sessions import Session, SessionSettings
+from glm5.gateway.tree import Node, Origin
 from glm5.records import SamplingParams
 
 USER = {"role": "user", "content": "what is the answer"}
@@ -16,10 +17,12 @@ def new_session(**extra):
     return Session(SessionSettings(session_id="s", enable_thinking=False, **extra), "key", 1e9)
 
 
-def take_turn(session, tokenizer, messages, reply, answer=None):
+def take_turn(session, tokenizer, messages, reply, tools=None, model="m"):
     """Plan and record one turn whose sampled text is ``reply``; the plan and the message that the client would get."""
-    history = read_history(messages, None)
-    plan = session.plan(history, None, tokenizer)
+    history = read_history(messages, tools)
+    origin = Origin.of(history, tools, True, model)
+    plan = session.plan(history, origin, tools, tokenizer)
+    role = session.role(plan, origin, history.system)
     parsed = tokenizer.parse(reply, thinking=session.settings.enable_thinking)
     message = {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning}
     output_ids = tokenizer.encode(reply, allow_special=True)
@@ -27,7 +30,7 @@ def take_turn(session, tokenizer, messages, reply, answer=None):
                 output_ids=output_ids, logprobs=[-1.0] * len(output_ids), versions=[1] * len(output_ids),
                 finish_reason="stop", chain=extend_chain(history.chains[-1], read_message(message, "answer")),
                 num_messages=len(messages) + 1, digest=str(messages).encode(),
-                answer={"choices": [{"message": message}]})
+                reasoning=parsed.reasoning.strip(), origin=origin, role=role, reason=plan.reason)
     session.add(node)
     assert node.prompt_ids() == plan.prompt_ids
     return plan, message
@@ -90,6 +93,61 @@ def test_reasoning_that_the_client_drops_stays_in_the_ids(tokenizer):
     assert changed.kind == "rewrite"
 
 
+def test_mismatches_are_counted_by_what_the_client_changed(tokenizer):
+    session = new_session()
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    system = {"role": "system", "content": "be short"}
+    _, answer = take_turn(session, tokenizer, [system, USER], "seven<|user|>", tools)
+    _, second = take_turn(session, tokenizer, [system, USER, answer, AGAIN], "three<|user|>", tools)
+    long = [system, USER, answer, AGAIN, second]
+    other = {"role": "user", "content": "what is the result"}
+    for reason, messages, declared in (
+            ("tools", [*long, USER], None), ("system", [{**system, "content": "be kind"}, *long[1:], USER], tools),
+            ("answer", [*long[:4], {**second, "content": "four"}, USER], tools),
+            ("history", [system, other, *long[2:], USER], tools), ("compaction", [system, other, answer, USER], tools)):
+        plan, _ = take_turn(session, tokenizer, messages, "x<|user|>", declared)
+        assert (plan.kind, plan.reason) == ("rewrite" if reason == "answer" else "fork", reason)
+    assert session.reasons() == {"tools": 1, "system": 1, "answer": 1, "history": 1, "compaction": 1}
+    assert session.num_mismatches() == 5 and session.roles() == {"main": 7}
+
+
+def test_a_history_that_was_never_recorded_is_a_root_of_its_own(tokenizer):
+    session = new_session()
+    take_turn(session, tokenizer, [USER], "seven<|user|>")
+    own = [{"role": "system", "content": "explore"}, AGAIN, {"role": "assistant", "content": "four"}, AGAIN]
+    plan, _ = take_turn(session, tokenizer, own, "x<|user|>")
+    assert (plan.kind, plan.parent, plan.reason) == ("root", None, "")
+    again, _ = take_turn(session, tokenizer, [{"role": "user", "content": "the summary"}], "x<|user|>")
+    assert (again.kind, again.reason) == ("root", "compaction")
+    assert session.num_mismatches() == 0
+
+
+def test_raw_text_goes_on_from_the_recorded_ids(tokenizer):
+    session = new_session()
+    prompt = tokenizer.encode("what is the")
+    output = [token for letter in "answer" for token in tokenizer.encode(letter)]
+    take_raw(session, prompt, output, "length")
+    ids = session.encode("what is theanswer? seven", tokenizer)
+    assert ids == prompt + output + tokenizer.encode("? seven")
+    plan = session.plan_raw(ids)
+    assert (plan.kind, plan.parent) == ("extend", session.nodes[0])
+    take_raw(session, ids, [*output, tokenizer.special_id("<|user|>")], "stop")
+    ids = session.encode("what is theanswer? sevenanswer and", tokenizer)
+    assert ids[-len(output) - len(tokenizer.encode(" and")):] == output + tokenizer.encode(" and")
+    plan = session.plan_raw(ids)
+    assert (plan.kind, plan.reason, plan.parent) == ("rewrite", "stop_token", session.nodes[1])
+    assert session.plan_raw(tokenizer.encode("seven")).kind == "root"
+
+
+def take_raw(session, prompt_ids, output_ids, finish_reason):
+    """Record a turn of raw text."""
+    plan = session.plan_raw(prompt_ids)
+    session.add(Node(turn_id=session.next_turn_id(), parent=plan.parent, kind=plan.kind, tail_ids=plan.tail_ids,
+                     output_ids=output_ids, logprobs=[-1.0] * len(output_ids), versions=[1] * len(output_ids),
+                     finish_reason=finish_reason, chain=b"x", num_messages=0, digest=b"x",
+                     origin=Origin(b"", b"", b"", "m")))
+
+
 def test_reasoning_stays_when_history_is_rendered_again(tokenizer):
     session = Session(SessionSettings(session_id="s"), "key", 1e9)
     messages = [USER, {"role": "assistant", "content": "seven", "reasoning_content": "because four"}, AGAIN]
@@ -129,7 +187,7 @@ def test_token_limits_take_the_smallest(tokenizer):
     assert session.remaining_tokens(100, 5) == 5
     assert session.remaining_tokens(3, 5) == 3
     take_turn(session, tokenizer, [USER], "what is the answer<|user|>" * 3)
-    with pytest.raises(RequestError, match="limit of 8 sampled tokens") as caught:
+    with pytest.raises(ApiError, match="limit of 8 sampled tokens") as caught:
         session.remaining_tokens(100, None)
     assert caught.value.code == "token_limit_exceeded"
 

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from glm5.errors import GatewayError
-from glm5.gateway.sessions import Node, SessionSettings
+from glm5.gateway.sessions import SessionSettings
 from glm5.gateway.store import Store
+from glm5.gateway.tree import Node, Origin
 from glm5.records import SamplingParams
 
 
@@ -17,7 +18,8 @@ def node(turn_id, parent=None, size=3):
     return Node(turn_id=turn_id, parent=parent, kind="extend" if parent else "root", tail_ids=[1, 2],
                 output_ids=[70000] * size, logprobs=[-0.1] * size, versions=[2] * size,
                 finish_reason="stop", chain=b"c" * 16, num_messages=2, digest=b"d" * 16,
-                answer={"choices": [{"message": {"role": "assistant", "content": "é"}}]})
+                role="sub", reason="system", origin=Origin(b"a", b"", b"\x00", "the model é"), reasoning="é", created=7,
+                cached_tokens=5, response=("resp_x", [{"role": "user", "content": "é"}]))
 
 
 def settings(session_id="s", **extra):
@@ -37,7 +39,7 @@ def test_sessions_and_turns_come_back_as_they_were(tmp_path):
     first = node("s-1")
     second = node("s-2", first)
     sampling = SamplingParams(temperature=0.5, stop_token_ids=(7, 8), seed=3)
-    given = settings(sampling=sampling, max_turns=4, enable_thinking=False)
+    given = settings(sampling=sampling, max_turns=4, enable_thinking=False, aux_models=("haiku-*",))
 
     async def write(store):
         assert await store.create_session(given, "key")
@@ -55,7 +57,8 @@ def test_sessions_and_turns_come_back_as_they_were(tmp_path):
     assert read_second.parent is read_first and read_second.abandoned and not read_first.abandoned
     assert read_second.ids() == second.ids() == [1, 2, 70000, 70000, 70000, 1, 2, 70000, 70000, 70000]
     assert read_first.logprobs == first.logprobs and read_first.versions == first.versions
-    assert read_first.answer == first.answer
+    for name in ("role", "reason", "origin", "reasoning", "created", "cached_tokens", "response"):
+        assert getattr(read_first, name) == getattr(first, name)
     assert (read_first.chain, read_first.digest, read_first.num_messages) == (b"c" * 16, b"d" * 16, 2)
 
 
@@ -129,5 +132,5 @@ def test_files_that_cannot_be_a_store_are_named(tmp_path):
     newer = sqlite3.connect(tmp_path / "newer.sqlite")
     newer.execute("PRAGMA user_version = 99")
     newer.close()
-    with pytest.raises(GatewayError, match="store format 99, expected 1"):
+    with pytest.raises(GatewayError, match="store format 99, expected 2"):
         Store(tmp_path / "newer.sqlite")

@@ -1,5 +1,7 @@
 """Trees of turns → token-exact sequences, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from glm5.errors import GatewayError
@@ -64,3 +66,14 @@ def test_an_extension_that_does_not_extend_is_refused():
 def test_json_is_that_of_the_records():
     (trajectory,) = build_trajectories([turn("a", None, "root", [1], [10])])
     assert trajectory_to_json(trajectory) == to_json(trajectory)
+
+
+def test_roles_that_are_not_trained_give_context_but_no_trajectory():
+    main, aux = turn("a", None, "root", [1], [10]), replace(turn("b", None, "root", [2], [11]), role="aux")
+    on_aux = turn("c", "b", "extend", [2, 11, 3], [12])
+    (trajectory,) = build_trajectories([main, aux])
+    assert trajectory.turn_ids == ["a"]
+    assert len(build_trajectories([main, aux, on_aux])) == 2
+    second = build_trajectories([main, aux, on_aux])[1]
+    assert (second.ids, second.loss_mask) == ([2, 11, 3, 12], [False, False, False, True])
+    assert build_trajectories([main, aux], ("aux",))[0].ids == [2, 11] and build_trajectories([aux]) == []

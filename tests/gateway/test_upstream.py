@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from glm5.dialects.protocol import ApiError
 from glm5.errors import ServiceError
-from glm5.gateway.dialect import RequestError
 from glm5.gateway.router import Router
 from glm5.gateway.upstream import EnginePool, with_limit
 from glm5.process import bind
@@ -46,7 +46,7 @@ def test_answers_that_cannot_be_true_are_refused(engine, script, lie):
     script({"answer": json.dumps(truth)})
     assert generate([engine.url], [])[0].output_ids == [1]
     script({"answer": json.dumps({**truth, **lie})})
-    with pytest.raises(RequestError, match="engine: ") as caught:
+    with pytest.raises(ApiError, match="engine: ") as caught:
         generate([engine.url], [])
     assert caught.value.status == 502
 
@@ -57,7 +57,7 @@ def test_answers_that_cannot_be_true_are_refused(engine, script, lie):
     ({"answer": '{"finish_reason": "abort"}'}, 503, "aborted")])
 def test_refusals_are_final_and_failures_are_tried_again(engine, script, engine_log, reply, status, named):
     script(reply)
-    with pytest.raises(RequestError, match=named) as caught:
+    with pytest.raises(ApiError, match=named) as caught:
         generate([engine.url], [], timeout_s=0.5)
     assert caught.value.status == status
     assert (len(engine_log()["requests"]) > 1) == (status == 503)
@@ -71,7 +71,7 @@ def test_a_dead_engine_is_left_for_one_that_lives(engine, script):
     for order in ([url, engine.url], [engine.url, url]):
         generation, _ = generate(order, [])
         assert generation.finish_reason == "stop"
-    with pytest.raises(RequestError, match=r"no engine answered within 0 s: .*(no engine is alive|cannot connect)"):
+    with pytest.raises(ApiError, match=r"no engine answered within 0 s: .*(no engine is alive|cannot connect)"):
         generate([url], [], timeout_s=0.3)
 
 
@@ -79,7 +79,7 @@ def test_a_hung_engine_ends_at_the_deadline(engine):
     silent = bind("127.0.0.1", 0)  # accepts by the kernel's backlog, never answers
     try:
         started = time.monotonic()
-        with pytest.raises(RequestError) as caught:
+        with pytest.raises(ApiError) as caught:
             generate([f"http://127.0.0.1:{silent.getsockname()[1]}"], [], timeout_s=0.3)
         assert caught.value.status == 503 and time.monotonic() - started < 3
     finally:

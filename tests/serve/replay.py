@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from glm5.engine.requests import Chunk, Completion, Sequence
-from glm5.records import FinishReason, SamplingParams
+from glm5.engine.requests import Sequence
+from glm5.records import Chunk, Completion, FinishReason, SamplingParams
 
 
 class Replay:

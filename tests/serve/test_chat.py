@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from glm5.dialects.answer import Run, answer_events, answer_whole
+from glm5.dialects.chat import ChatFormat, parse_chat
+from glm5.dialects.completions import parse_completion
+from glm5.dialects.protocol import ApiError
 from glm5.engine.generation import Generation, wake
 from glm5.engine.requests import Sequence
 from glm5.errors import DataError
 from glm5.records import SamplingParams
-from glm5.serve.answer import Run, answer_events, answer_whole
-from glm5.serve.chat import ChatFormat, parse_chat
-from glm5.serve.completions import parse_completion
-from glm5.serve.protocol import ApiError
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 
 TOOLS = [

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm5.serve.answer import Format, Run, answer_events, answer_whole
-from glm5.serve.anthropic import count_tokens, parse_message
-from glm5.serve.chat import parse_chat
-from glm5.serve.memory import Remembered, ResponseMemory
-from glm5.serve.protocol import ApiError
-from glm5.serve.responses import parse_response
+from glm5.dialects.answer import Format, Run, answer_events, answer_whole
+from glm5.dialects.anthropic import count_tokens, parse_message
+from glm5.dialects.chat import parse_chat
+from glm5.dialects.protocol import ApiError
+from glm5.dialects.responses import Remembered, parse_response
+from glm5.serve.memory import ResponseMemory
 from glm5.tokenizer.bpe import train_tokenizer
 
 from .replay import Replay

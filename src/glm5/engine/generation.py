@@ -11,7 +11,8 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from glm5.engine.requests import Chunk, Completion, DeadlineError, Sequence
+from glm5.engine.requests import DeadlineError, Sequence
+from glm5.records import Chunk, Completion
 
 DEADLINE_S = 3600.0
 """Longest wait for one answer unless the caller says otherwise."""

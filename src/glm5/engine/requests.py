@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from glm5.errors import EngineError
-from glm5.records import FinishReason, SamplingParams
+from glm5.records import FinishReason, SamplingParams, TopLogprobs
 
 if TYPE_CHECKING:
     from glm5.engine.grammar import Constraint
 
-TopLogprobs = list[tuple[int, float]]
-"""The most likely ids of one position and their log-probs, most likely first."""
 MAX_TOP_LOGPROBS = 20
 _TEMPERATURES = (1e-4, 1e4)
 """Beyond these, scaled logits overflow in single precision or carry no information."""
@@ -28,21 +26,31 @@ _TEMPERATURES = (1e-4, 1e4)
 class InvalidRequestError(EngineError):
     """The request itself is wrong; repeating it cannot help."""
 
+    status, code = 400, "invalid_request"
+
 
 class ContextLengthError(InvalidRequestError):
     """The prompt leaves no room for an answer in the engine's context."""
+
+    code = "context_length_exceeded"
 
 
 class QueueFullError(EngineError):
     """Too many requests wait for a slot; try again later."""
 
+    status, code = 429, "queue_full"
+
 
 class DeadlineError(EngineError):
     """The answer was not complete in the time allowed."""
 
+    status, code = 504, "deadline_exceeded"
+
 
 class EngineClosedError(EngineError):
     """The engine is stopping or has stopped."""
+
+    status, code = 503, "shutting_down"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -87,32 +95,6 @@ class Sequence:
     def is_prefilling(self) -> bool:
         """True while prompt tokens remain to be computed."""
         return self.computed < len(self.prompt)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What a finished request produced. The three lists have equal length; a stop id is the last output id."""
-
-    output_ids: list[int]
-    logprobs: list[float]
-    weight_versions: list[int]
-    finish_reason: FinishReason
-    prompt_tokens: int
-    cached_tokens: int
-    prompt_logprobs: list[float | None]
-    """None for the first prompt token, then one log-prob a token; empty unless asked for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Tokens that arrived since the last chunk of a stream; ``finish_reason`` is set on the last one only."""
-
-    output_ids: list[int]
-    logprobs: list[float]
-    weight_versions: list[int]
-    finish_reason: FinishReason | None
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    """One entry an output id if the request asked for them, else empty."""
 
 
 def check_prompt(ids: list[int] | np.ndarray, vocab_size: int, max_context: int) -> np.ndarray:

@@ -18,11 +18,12 @@ from torch import Tensor
 from glm5.engine.config import EngineConfig
 from glm5.engine.edits import LogitEdits, needs_edits
 from glm5.engine.prefix_cache import PrefixCache
-from glm5.engine.requests import Sequence, TopLogprobs
+from glm5.engine.requests import Sequence
 from glm5.engine.sampler import RowSettings, log_probs, mix_seed, sample, top_log_probs
 from glm5.engine.scheduler import PrefillChunk, StepPlan
 from glm5.model.cache import SlotCache
 from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.records import TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,24 @@
-"""The gateway: records agents that know nothing but an OpenAI base URL and a key.
+"""The gateway: records agents that know nothing but the base URL and key of an OpenAI or Anthropic API.
 
-``POST /sessions`` opens a session; under its URL the agent finds ``chat/completions`` and ``models``; ``POST …/finish``
-closes it and returns its trajectories. Per call: find the session, turn the messages into exact ids, sample, record,
-answer. The order is the invariant: a turn is on disk before the last byte of its answer leaves, and it enters the tree
-only then. All state lives on one event loop; the store has a thread of its own.
+``POST /sessions`` opens a session; under its URL the agent finds ``chat/completions``, ``completions``, ``responses``,
+``messages`` and ``models``; ``POST …/finish`` closes it and returns its trajectories. Per call: find the session, turn
+the messages into exact ids, sample, record, answer. The order is the invariant: a turn is on disk before the last byte
+of its answer leaves, and it enters the tree only then. All state lives on one event loop; the store has a thread of its
+own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
@@ -28,17 +28,21 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from glm5.errors import GatewayError
-from glm5.gateway.dialect import ChatRequest, RequestError, model_list, read_chat_request, sse_error, sse_events
+from glm5.dialects.protocol import ApiError, dump, to_api_error
+from glm5.errors import GatewayError, Glm5Error
+from glm5.gateway import history
 from glm5.gateway.recorder import Recorder
+from glm5.gateway.reply import Reply
+from glm5.gateway.requests import DEFAULT_MODEL, Dialect, count_prompt
 from glm5.gateway.router import Router
-from glm5.gateway.sessions import Node, PendingCall, Session, SessionSettings
+from glm5.gateway.sessions import PendingCall, Session, SessionSettings
 from glm5.gateway.store import Store, StoredSession
 from glm5.gateway.trajectory import build_trajectories, trajectory_to_json
 from glm5.gateway.upstream import EnginePool
 from glm5.process import bind, serve_app
 from glm5.records import OUTCOMES
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
+from glm5.wire import split_url
 
 KEEP_ALIVE_S = 2.0
 """A streamed answer that takes longer begins with comments, so that no proxy or client gives up."""
@@ -52,6 +56,7 @@ class Gateway:
 
     def __init__(self, store: Store, tokenizer: Tokenizer, pool: EnginePool) -> None:
         self._store, self._pool = store, pool
+        self._tokenizer = tokenizer
         self._recorder = Recorder(tokenizer, pool, store)
         self._sessions: dict[str, Session] = {}
         self._settings_adapter = TypeAdapter(SessionSettings)
@@ -89,9 +94,9 @@ class Gateway:
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
-            raise RequestError(400, f"{key}: {first['msg']}; got {first['input']!r}", param=key) from None
+            raise ApiError(400, f"{key}: {first['msg']}; got {first['input']!r}", param=key) from None
         except GatewayError as error:  # values that make no sense
-            raise RequestError(400, str(error)) from None
+            raise ApiError(400, str(error)) from None
         session = self._sessions.get(settings.session_id)
         if session is None:
             session = self._new_session(settings, f"sk-{secrets.token_urlsafe(24)}", settings.ttl_s)
@@ -103,20 +108,21 @@ class Gateway:
                 raise
             if not is_new:
                 del self._sessions[settings.session_id]
-                raise RequestError(410, f"session {settings.session_id}: is closed", code="session_closed")
+                raise ApiError(410, f"session {settings.session_id}: is closed", code="session_closed")
         if session.settings != settings:
-            raise RequestError(409, f"session {settings.session_id}: is open with other settings; choose another id")
+            raise ApiError(409, f"session {settings.session_id}: is open with other settings; choose another id")
         base_url = f"{request.base_url}sessions/{quote(settings.session_id, safe='')}/v1"
-        return _json_response({"base_url": base_url, "api_key": session.api_key})
+        anthropic_url = base_url.removesuffix("/v1")  # that client adds the version itself
+        return _json_response({"base_url": base_url, "anthropic_base_url": anthropic_url, "api_key": session.api_key})
 
     async def finish(self, request: Request) -> Response:
         """``POST /sessions/ID/finish``. The same request again gets the same answer."""
         data = await _json_object(request)
         outcome, reward = data.get("outcome", "ok"), data.get("reward")
         if outcome not in OUTCOMES:
-            raise RequestError(400, f"outcome: got {outcome!r}, expected one of {', '.join(OUTCOMES)}", param="outcome")
+            raise ApiError(400, f"outcome: got {outcome!r}, expected one of {', '.join(OUTCOMES)}", param="outcome")
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, (int, float))):
-            raise RequestError(400, f"reward: got {reward!r}, expected a number or null", param="reward")
+            raise ApiError(400, f"reward: got {reward!r}, expected a number or null", param="reward")
         session_id = request.path_params["session_id"]
         session = self._sessions.get(session_id)
         if session is None:
@@ -125,7 +131,7 @@ class Gateway:
                 raise self._not_open(session_id, stored)
             return _json_response(_summary(await self._load(stored)))
         if session.is_closed:
-            raise RequestError(410, f"session {session_id}: is closed", code="session_closed")
+            raise ApiError(410, f"session {session_id}: is closed", code="session_closed")
         await self._close(session, "finished", outcome, reward)
         self._counts["finished"] += 1
         return _json_response(_summary(session))
@@ -141,44 +147,64 @@ class Gateway:
         """``GET /health``."""
         return _json_response({"status": "ok"})
 
+    async def engines(self, request: Request) -> Response:
+        """``POST /engines {url, state}``: ``serving`` adds an engine or ends its draining, ``draining`` moves its
+        sessions to others before their next turns."""
+        data = await _json_object(request)
+        url, state = data.get("url"), data.get("state")
+        if not isinstance(url, str) or state not in ("serving", "draining"):
+            raise ApiError(400, f"expected a url and a state, serving or draining; got {url!r} and {state!r}",
+                           "invalid_request", "state")
+        try:
+            split_url(url)
+            change = self._pool.router.add if state == "serving" else self._pool.router.drain
+            change(url)
+        except Glm5Error as error:
+            raise ApiError(400, str(error), "invalid_request", "url") from None
+        return _json_response({"engines": self._pool.stats()})
+
     # Routes of an agent
 
     async def models(self, request: Request) -> Response:
-        """``GET /sessions/ID/v1/models``."""
+        """``GET /sessions/ID/v1/models``: one model, with the fields of OpenAI's and Anthropic's lists."""
         await self._authorised(request)
-        return _json_response(model_list())
+        model = {"id": DEFAULT_MODEL, "object": "model", "created": 0, "owned_by": "glm5", "type": "model",
+                 "display_name": DEFAULT_MODEL, "created_at": "1970-01-01T00:00:00Z"}
+        page = {"has_more": False, "first_id": DEFAULT_MODEL, "last_id": DEFAULT_MODEL}
+        return _json_response({"object": "list", "data": [model], **page})
 
-    async def chat(self, request: Request) -> Response:
-        """``POST /sessions/ID/v1/chat/completions``."""
+    async def count_tokens(self, request: Request) -> Response:
+        """``POST /sessions/ID/v1/messages/count_tokens``. Nothing is recorded."""
         session = await self._authorised(request)
-        body = await request.body()
-        chat_request = read_chat_request(body)
-        digest = hashlib.blake2b(body, digest_size=16).digest()
-        node = session.retried(digest)
-        if node is not None:
-            self._counts["retries"] += 1
-            if node.abandoned:
-                await self._recorder.set_abandoned(node, False)
-            return self._answer(node, chat_request)
-        self._counts["calls"] += 1
-        call = self._recorder.join(session, digest, chat_request)
-        has_left = await _wait(call, request, KEEP_ALIVE_S if chat_request.stream else None)
-        if has_left or call.task.done():
-            self._recorder.leave(session, digest, call)
-            if not call.task.done():
-                return Response(status_code=499)  # nobody reads it
-            return self._answer(_result(call, session), chat_request)
-        events = self._slow_events(session, digest, call, chat_request)
-        return StreamingResponse(events, media_type="text/event-stream")
+        return _json_response(count_prompt(session, _object(await request.body()), self._tokenizer))
 
-    def _answer(self, node: Node, request: ChatRequest) -> Response:
-        answer = self._recorder.answer_body(node, request)
-        if request.stream:
-            return Response(sse_events(answer, request.include_usage), media_type="text/event-stream")
-        return _json_response(answer)
+    def answering(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+        """Endpoint of ``POST /sessions/ID/v1/DIALECT``."""
+        async def answer(request: Request) -> Response:
+            session = await self._authorised(request)
+            body = await request.body()
+            key = request.headers.get("idempotency-key", "")
+            digest = history.digest(f"{dialect}\0{key}\0".encode() + body)
+            data = _object(body)
+            is_retry = bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0"
+            node = session.retried(digest, is_retry)
+            if node is not None:
+                self._counts["retries"] += 1
+                return _written(await self._recorder.repeat(session, dialect, data, node))
+            self._counts["calls"] += 1
+            call = self._recorder.join(session, digest, dialect, data)
+            is_stream = call.form.request.stream
+            has_left = await _wait(call, request, KEEP_ALIVE_S if is_stream else None)
+            if has_left or call.task.done():
+                self._recorder.leave(session, digest, call)
+                if not call.task.done():
+                    return Response(status_code=499)  # nobody reads it
+                return _written(_result(call, session))
+            return StreamingResponse(self._slow_events(session, digest, call), media_type="text/event-stream")
 
-    async def _slow_events(self, session: Session, digest: bytes, call: PendingCall,
-                           request: ChatRequest) -> AsyncIterator[bytes]:
+        return answer
+
+    async def _slow_events(self, session: Session, digest: bytes, call: PendingCall) -> AsyncIterator[bytes]:
         """Comments until the answer is there, then its events."""
         try:
             while not call.task.done():
@@ -187,21 +213,20 @@ class Gateway:
         finally:
             self._recorder.leave(session, digest, call)
         try:
-            answer = self._recorder.answer_body(_result(call, session), request)
-        except RequestError as error:
-            yield sse_error(error)
-        else:
-            yield sse_events(answer, request.include_usage)
+            yield _result(call, session).content
+        except Glm5Error as error:
+            yield b"".join(call.form.failure(to_api_error(error)))
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         """OpenAI-shaped body for every error."""
         self._counts["errors"] += 1
         if isinstance(error, HTTPException):
-            error = RequestError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        elif not isinstance(error, RequestError):
-            message = str(error) if isinstance(error, GatewayError) else "internal error; see the gateway's log"
-            error = RequestError(503 if isinstance(error, GatewayError) else 500, message)
-        return _json_response(error.body(), error.status)
+            error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        elif isinstance(error, Glm5Error):
+            error = to_api_error(error)
+        else:
+            error = ApiError(500, "internal error; see the gateway's log", "internal_error")
+        return Response(dump(error.body(request.url.path)), error.status, error.headers, "application/json")
 
     # Sessions
 
@@ -212,14 +237,14 @@ class Gateway:
             raise self._not_open(session_id, await self._store.find_session(session_id))
         key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(key.encode(), session.api_key.encode()):
-            raise RequestError(401, f"session {session_id}: wrong API key", code="invalid_api_key")
+            raise ApiError(401, f"session {session_id}: wrong API key", code="invalid_api_key")
         return session
 
-    def _not_open(self, session_id: str, stored: StoredSession | None) -> RequestError:
+    def _not_open(self, session_id: str, stored: StoredSession | None) -> ApiError:
         if stored is None:
-            return RequestError(404, f"session {session_id}: not found; create it first", code="session_not_found")
+            return ApiError(404, f"session {session_id}: not found; create it first", code="session_not_found")
         code = "session_expired" if stored.state == "expired" else "session_closed"
-        return RequestError(410, f"session {session_id}: is closed; nothing more is recorded", code=code)
+        return ApiError(410, f"session {session_id}: is closed; nothing more is recorded", code=code)
 
     def _new_session(self, settings: SessionSettings, api_key: str, ttl_s: float) -> Session:
         return Session(settings, api_key, asyncio.get_running_loop().time() + ttl_s)
@@ -270,14 +295,17 @@ def build_app(store: Store, tokenizer: Tokenizer, engine_urls: Sequence[str]) ->
             store.close()
 
     routes = [
-        Route("/sessions/{session_id}/v1/chat/completions", gateway.chat, methods=["POST"]),
+        *(Route(f"/sessions/{{session_id}}/v1/{dialect}", gateway.answering(dialect), methods=["POST"])
+          for dialect in get_args(Dialect)),
+        Route("/sessions/{session_id}/v1/messages/count_tokens", gateway.count_tokens, methods=["POST"]),
         Route("/sessions/{session_id}/v1/models", gateway.models, methods=["GET"]),
         Route("/sessions/{session_id}/finish", gateway.finish, methods=["POST"]),
         Route("/sessions", gateway.create, methods=["POST"]),
+        Route("/engines", gateway.engines, methods=["POST"]),
         Route("/stats", gateway.stats, methods=["GET"]),
         Route("/health", gateway.health, methods=["GET"]),
     ]
-    handlers: Any = {HTTPException: gateway.refuse, GatewayError: gateway.refuse, Exception: gateway.refuse}
+    handlers: Any = {HTTPException: gateway.refuse, Glm5Error: gateway.refuse, Exception: gateway.refuse}
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
 
@@ -302,8 +330,10 @@ def run_gateway(engine_urls: Sequence[str], tokenizer_dir: str | Path, store_pat
 def _summary(session: Session) -> dict[str, Any]:
     """Answer of ``finish``."""
     turns = session.turns()
-    return {"trajectories": [trajectory_to_json(item) for item in build_trajectories(turns)], "turns": len(turns),
-            "mismatches": session.num_mismatches(), "kinds": session.kinds(), "abandoned": session.num_abandoned()}
+    trajectories = build_trajectories(turns, session.settings.trained_roles)
+    return {"trajectories": [trajectory_to_json(item) for item in trajectories], "turns": len(turns),
+            "mismatches": session.num_mismatches(), "reasons": session.reasons(), "kinds": session.kinds(),
+            "roles": session.roles(), "abandoned": session.num_abandoned()}
 
 
 async def _wait(call: PendingCall, request: Request, timeout_s: float | None) -> bool:
@@ -316,22 +346,29 @@ async def _wait(call: PendingCall, request: Request, timeout_s: float | None) ->
         watcher.cancel()
 
 
-def _result(call: PendingCall, session: Session) -> Node:
-    """The recorded turn of a call that is done. Raises RequestError when there is none."""
+def _result(call: PendingCall, session: Session) -> Reply:
+    """The answer of a call that is done. Raises ApiError when there is none."""
     if call.task.cancelled():
         session_id = session.settings.session_id
-        raise RequestError(410, f"session {session_id}: was closed during the call", code="session_closed")
+        raise ApiError(410, f"session {session_id}: was closed during the call", "session_closed")
     return call.task.result()
 
 
+def _written(reply: Reply) -> Response:
+    return Response(reply.content, media_type="text/event-stream" if reply.is_stream else "application/json")
+
+
 async def _json_object(request: Request) -> dict[str, Any]:
-    body = await request.body()
+    return _object(await request.body())
+
+
+def _object(body: bytes) -> dict[str, Any]:
     try:
         data = json.loads(body) if body else {}
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RequestError(400, f"the body is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
     if not isinstance(data, dict):
-        raise RequestError(400, f"the body is {type(data).__name__}, expected an object")
+        raise ApiError(400, f"the body is {type(data).__name__}, expected an object", "invalid_json")
     return data
 
 

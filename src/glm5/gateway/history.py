@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from glm5.dialects.protocol import ApiError
 from glm5.errors import DataError
-from glm5.gateway.dialect import RequestError
 from glm5.tokenizer.chat import call_arguments, text_of
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -35,20 +35,40 @@ class History:
     chains: list[bytes]
     """``chains[n]`` is the digest of the first n messages; ``chains[0]`` that of the declared tools."""
 
+    @property
+    def tools(self) -> bytes:
+        """Digest of the declared tools."""
+        return self.chains[0]
+
+    @property
+    def system(self) -> str:
+        """Text of the system messages at the beginning."""
+        return "\n".join(message["content"] for message in self.messages[: self._opening])
+
+    @property
+    def opening(self) -> bytes:
+        """Digest of the first message that is no system message."""
+        return b"".join(extend_chain(b"", message) for message in self.messages[self._opening :][:1])
+
+    @property
+    def _opening(self) -> int:
+        roles = (index for index, message in enumerate(self.messages) if message["role"] != "system")
+        return next(roles, len(self.messages))
+
     def has_reply(self) -> bool:
         """Whether the client claims earlier answers."""
         return any(message["role"] == "assistant" for message in self.messages)
 
 
 def read_history(raw: Any, declared_tools: Sequence[dict[str, Any]] | None) -> History:
-    """Normalise the ``messages`` of a request. Raises RequestError naming the message that is malformed."""
+    """Normalise the ``messages`` of a request. Raises ApiError naming the message that is malformed."""
     if not isinstance(raw, list) or not raw:
-        raise RequestError(400, "messages: expected a list with at least one message", param="messages")
+        raise ApiError(400, "messages: expected a list with at least one message", param="messages")
     try:
         messages = [read_message(item, f"messages[{index}]") for index, item in enumerate(raw)]
     except DataError as error:
-        raise RequestError(400, str(error), param="messages") from None
-    chain = _digest(b"", _canonical_json(declared_tools or []))
+        raise ApiError(400, str(error), param="messages") from None
+    chain = digest(canonical_json(declared_tools or []))
     chains = [chain]
     for message in messages:
         chain = extend_chain(chain, message)
@@ -63,17 +83,17 @@ def extend_chain(chain: bytes, message: dict[str, Any]) -> bytes:
     data = f"{role}\0{len(text)}\0{text}".encode("utf-8", "surrogatepass")
     if "tool_calls" in message:
         calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]]
-        data += _canonical_json(calls)
-    return _digest(chain, data)
+        data += canonical_json(calls)
+    return digest(data, chain)
 
 
 def read_message(raw: Any, where: str) -> dict[str, Any]:
-    """One message in renderer form; ``where`` names it in errors. Raises RequestError or DataError."""
+    """One message in renderer form; ``where`` names it in errors. Raises ApiError or DataError."""
     if not isinstance(raw, dict):
-        raise RequestError(400, f"{where}: expected an object, got {type(raw).__name__}", param=where)
+        raise ApiError(400, f"{where}: expected an object, got {type(raw).__name__}", param=where)
     role = raw.get("role")
     if role not in _ROLES:
-        raise RequestError(400, f"{where}.role: got {role!r}, expected one of {', '.join(_ROLES)}", param=where)
+        raise ApiError(400, f"{where}.role: got {role!r}, expected one of {', '.join(_ROLES)}", param=where)
     message: dict[str, Any] = {"role": _ROLES[role], "content": text_of(raw.get("content"), f"{where}.content")}
     if role == "assistant":
         reasoning = raw.get("reasoning_content")
@@ -81,7 +101,7 @@ def read_message(raw: Any, where: str) -> dict[str, Any]:
             message["reasoning_content"] = reasoning
         calls = raw.get("tool_calls") or []
         if not isinstance(calls, list):
-            raise RequestError(400, f"{where}.tool_calls: got {type(calls).__name__}, expected a list", param=where)
+            raise ApiError(400, f"{where}.tool_calls: got {type(calls).__name__}, expected a list", param=where)
         if calls:
             message["tool_calls"] = [_read_tool_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
     return message
@@ -90,12 +110,13 @@ def read_message(raw: Any, where: str) -> dict[str, Any]:
 def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise RequestError(400, f"{where}: expected {{'function': {{'name', 'arguments'}}}}", param=where)
+        raise ApiError(400, f"{where}: expected {{'function': {{'name', 'arguments'}}}}", param=where)
     arguments = call_arguments(function.get("arguments"), f"{where}.function.arguments")
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _canonical_json(value: Any) -> bytes:
+def canonical_json(value: Any) -> bytes:
+    """JSON text that depends on the parsed value alone."""
     return _CANONICAL.encode(_canonical_numbers(value)).encode()
 
 
@@ -110,5 +131,6 @@ def _canonical_numbers(value: Any) -> Any:
     return value
 
 
-def _digest(chain: bytes, data: bytes) -> bytes:
+def digest(data: bytes, chain: bytes = b"") -> bytes:
+    """16 bytes that stand for ``data`` after ``chain``."""
     return hashlib.blake2b(data, digest_size=16, key=chain).digest()

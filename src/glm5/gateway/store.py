@@ -25,13 +25,13 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from glm5.errors import GatewayError
-from glm5.gateway.sessions import Node, SessionSettings
-from glm5.records import SamplingParams
+from glm5.gateway.sessions import SessionSettings
+from glm5.gateway.tree import Node, Origin
 
 T = TypeVar("T")
 
-FORMAT = 1
-_SAMPLING = TypeAdapter(SamplingParams)
+FORMAT = 2
+_SETTINGS = TypeAdapter(SessionSettings)
 COMMIT_TIMEOUT_S = 60.0
 _SCHEMA = """
 CREATE TABLE sessions (
@@ -41,8 +41,9 @@ CREATE INDEX sessions_by_state ON sessions (state, closed_at);
 CREATE TABLE turns (
     turn_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, parent TEXT, kind TEXT NOT NULL, tail_ids BLOB NOT NULL,
     output_ids BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, finish_reason TEXT NOT NULL,
-    chain BLOB NOT NULL, num_messages INTEGER NOT NULL, digest BLOB NOT NULL, answer TEXT NOT NULL,
-    abandoned INTEGER NOT NULL DEFAULT 0);
+    chain BLOB NOT NULL, num_messages INTEGER NOT NULL, digest BLOB NOT NULL, role TEXT NOT NULL, reason TEXT NOT NULL,
+    origin TEXT NOT NULL, reasoning TEXT NOT NULL, created INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    response TEXT, abandoned INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX turns_by_session ON turns (session_id);
 """
 
@@ -112,7 +113,9 @@ class Store:
         row = (node.turn_id, session_id, node.parent.turn_id if node.parent else None, node.kind,
                array("i", node.tail_ids).tobytes(), array("i", node.output_ids).tobytes(),
                array("d", node.logprobs).tobytes(), array("i", node.versions).tobytes(), node.finish_reason,
-               node.chain, node.num_messages, node.digest, json.dumps(node.answer), int(node.abandoned))
+               node.chain, node.num_messages, node.digest, node.role, node.reason, node.origin.to_text(),
+               node.reasoning, node.created, node.cached_tokens,
+               None if node.response is None else json.dumps(node.response), int(node.abandoned))
         await self._run(lambda db: db.execute(f"INSERT INTO turns VALUES ({', '.join('?' * len(row))})", row))
 
     async def set_abandoned(self, turn_id: str, abandoned: bool) -> None:
@@ -241,20 +244,20 @@ def _read_sessions(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) 
     rows = db.execute(f"SELECT {columns} FROM sessions WHERE {where}", values)
     sessions = []
     for settings, *rest in rows:
-        data = json.loads(settings)
-        sampling = _SAMPLING.validate_python(data.pop("sampling"))  # JSON has no tuples
-        sessions.append(StoredSession(SessionSettings(**data, sampling=sampling), *rest))
+        sessions.append(StoredSession(_SETTINGS.validate_python(json.loads(settings)), *rest))
     return sessions
 
 
 def _read_nodes(rows: Iterable[tuple[Any, ...]]) -> list[Node]:
     nodes: dict[str, Node] = {}
-    for turn_id, _, parent, kind, tail, output, logprobs, versions, finish, chain, num, digest, answer, gone in rows:
+    for (turn_id, _, parent, kind, tail, output, logprobs, versions, finish, chain, num, digest, role, reason, origin,
+         reasoning, created, cached, response, gone) in rows:
         nodes[turn_id] = Node(
             turn_id=turn_id, parent=nodes.get(parent), kind=kind, tail_ids=_integers(tail),
             output_ids=_integers(output), logprobs=array("d", logprobs).tolist(), versions=_integers(versions),
-            finish_reason=finish, chain=chain, num_messages=num, digest=digest, answer=json.loads(answer),
-            abandoned=bool(gone))
+            finish_reason=finish, chain=chain, num_messages=num, digest=digest, role=role, reason=reason,
+            origin=Origin.from_text(origin), reasoning=reasoning, created=created, cached_tokens=cached,
+            response=None if response is None else tuple(json.loads(response)), abandoned=bool(gone))
     return list(nodes.values())
 
 

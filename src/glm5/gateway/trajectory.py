@@ -2,31 +2,35 @@
 
 Every leaf gives one trajectory: the ids of its prompt and output. The ids along the way that the model sampled have
 mask True on the first path that contains them and False on every later one, so that a turn shared by several leaves is
-trained once. A turn whose prompt does not start with all ids of its parent begins a path of its own.
+trained once. A turn whose prompt does not start with all ids of its parent begins a path of its own. Turns of a role
+that is not trained keep mask False, and a path on which nothing is left to train gives no trajectory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from glm5.errors import GatewayError
-from glm5.records import Trajectory, Turn
+from glm5.records import Trajectory, Turn, TurnRole
 
 
-def build_trajectories(turns: Sequence[Turn]) -> list[Trajectory]:
+def build_trajectories(turns: Sequence[Turn], trained_roles: Collection[TurnRole] = ("main", "sub")
+                       ) -> list[Trajectory]:
     """One trajectory per leaf, in the order of the leaves; ``turns`` oldest first, parents before children.
 
     Raises GatewayError when an extending turn does not start with its parent's ids.
     """
     by_id = {turn.turn_id: turn for turn in turns}
     extended = {turn.parent for turn in turns if turn.kind == "extend"}
-    trained: set[str] = set()
+    trained = {turn.turn_id for turn in turns if turn.role not in trained_roles}  # covered: never to be trained
     trajectories = []
     for leaf in turns:
         if leaf.turn_id in extended:
             continue
         path = _path(leaf, by_id)
+        if all(turn.turn_id in trained for turn in path):
+            continue
         trajectories.append(_linearise(path, trained))
         trained.update(turn.turn_id for turn in path)
     return trajectories

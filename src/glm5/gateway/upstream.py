@@ -1,8 +1,9 @@
 """Calls to the engines: ids in, ids out, over the token-level protocol, with deadlines, retries and health checks.
 
-Every call ends: with a generation, or with a RequestError at its deadline. A call whose engine fails is made again on
-the engine that the router names next; one engine that restarts is waited for. Cancelling a call closes its connection,
-which is how the engine learns to stop.
+Every call ends: with a generation, or with an ApiError at its deadline. A call whose engine fails is made again on
+the engine that the router names next; one engine that restarts is waited for. What an engine had sampled when it
+aborted a request (for new weights, say) is kept, and sampling goes on after it. Cancelling a call closes its
+connection, which is how the engine learns to stop.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import asyncio
 import json
 import math
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from glm5.gateway.dialect import RequestError
+from glm5.dialects.protocol import ApiError
 from glm5.gateway.router import Router
 from glm5.records import FinishReason, SamplingParams
 from glm5.wire import ConnectFailure, HttpClient, Response, split_url
@@ -23,6 +24,8 @@ from glm5.wire import ConnectFailure, HttpClient, Response, split_url
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 5.0
 FAILED_CHECKS_UNTIL_DEAD = 3
+_SEED_STRIDE = 1_000_003
+"""The rest of an aborted answer is drawn from a random stream of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,12 @@ class Generation:
     versions: list[int]
     finish_reason: FinishReason
     cached_tokens: int
+
+    def followed_by(self, rest: Generation) -> Generation:
+        """This piece of an answer and the one that was sampled after it."""
+        return Generation(
+            output_ids=self.output_ids + rest.output_ids, logprobs=self.logprobs + rest.logprobs,
+            versions=self.versions + rest.versions, finish_reason=rest.finish_reason, cached_tokens=self.cached_tokens)
 
 
 class EnginePool:
@@ -49,7 +58,7 @@ class EnginePool:
         self.calls: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self._failed_checks: Counter[str] = Counter()
-        self._running: dict[str, set[asyncio.Task[Any]]] = {url: set() for url in router.engine_urls}
+        self._running: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
         self._evicted: set[asyncio.Task[Any]] = set()
         self._max_context: int | None = None
         self._client = HttpClient()
@@ -59,24 +68,31 @@ class EnginePool:
         self._client.close()
 
     async def generate(self, session_id: str, prompt_ids: list[int], sampling: SamplingParams) -> Generation:
-        """Sample a continuation. Must run in a task of its own. Raises RequestError: 400 when the engine refuses the
+        """Sample a continuation. Must run in a task of its own. Raises ApiError: 400 when the engine refuses the
         prompt, 502 when it answers nonsense, 503 at the deadline."""
-        body = json.dumps({
-            "input_ids": prompt_ids, "return_logprob": True, "stream": False, "session_id": session_id,
-            "sampling_params": {
-                "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-                "max_new_tokens": sampling.max_new_tokens, "stop_token_ids": sampling.stop_token_ids,
-                "seed": sampling.seed}}).encode()
-        answer = await self._call(session_id, "POST", "/generate", body)
-        return _read_generation(answer, sampling.max_new_tokens)
+        deadline = asyncio.get_running_loop().time() + self.timeout_s
+        body = _generate_body(session_id, prompt_ids, sampling)
+        answer = await self._call(session_id, "POST", "/generate", body, deadline)
+        whole = _read_generation(answer, sampling.max_new_tokens)
+        while whole.finish_reason == "abort":
+            known = len(whole.output_ids)
+            if known == sampling.max_new_tokens:
+                return replace(whole, finish_reason="length")
+            seed = None if sampling.seed is None else sampling.seed + _SEED_STRIDE * known
+            rest = replace(sampling, max_new_tokens=sampling.max_new_tokens - known, seed=seed)
+            body = _generate_body(session_id, prompt_ids + whole.output_ids, rest)
+            answer = await self._call(session_id, "POST", "/generate", body, deadline)
+            whole = whole.followed_by(_read_generation(answer, rest.max_new_tokens))
+        return whole
 
     async def max_context(self, session_id: str) -> int:
         """Longest prompt + output that the engines take."""
         if self._max_context is None:
-            info = await self._call(session_id, "GET", "/get_model_info", None)
+            deadline = asyncio.get_running_loop().time() + self.timeout_s
+            info = await self._call(session_id, "GET", "/get_model_info", None, deadline)
             value = info.get("max_context")
             if type(value) is not int or value < 1:
-                raise RequestError(502, f"/get_model_info: max_context is {value!r}, expected a positive integer")
+                raise ApiError(502, f"/get_model_info: max_context is {value!r}, expected a positive integer")
             self._max_context = value
         return self._max_context
 
@@ -88,14 +104,15 @@ class EnginePool:
 
     def stats(self) -> list[dict[str, Any]]:
         """One record per engine."""
-        return [{"url": url, "alive": self.router.is_alive(url), "sessions": self.router.num_sessions(url),
+        return [{"url": url, "alive": self.router.is_alive(url),
+                 "draining": self.router.is_draining(url), "sessions": self.router.num_sessions(url),
                  "running": len(self._running[url]), "calls": self.calls[url], "failures": self.failures[url]}
                 for url in self.router.engine_urls]
 
-    async def _call(self, session_id: str, method: str, path: str, body: bytes | None) -> dict[str, Any]:
-        """JSON answer of the session's engine; tries again until the deadline."""
+    async def _call(self, session_id: str, method: str, path: str, body: bytes | None,
+                    deadline: float) -> dict[str, Any]:
+        """JSON answer of the session's engine; tries again until the deadline, which is on the loop's clock."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.timeout_s
         delay_s, cause = 0.1, "no engine is alive"
         while loop.time() < deadline:
             url = self.router.choose(session_id)
@@ -107,11 +124,11 @@ class EnginePool:
                     continue  # another engine takes over at once
             await asyncio.sleep(min(delay_s, max(deadline - loop.time(), 0)))
             delay_s = min(2 * delay_s, 2.0)
-        raise RequestError(503, f"no engine answered within {self.timeout_s:.0f} s: {cause}", code="engine_unavailable")
+        raise ApiError(503, f"no engine answered within {self.timeout_s:.0f} s: {cause}", code="engine_unavailable")
 
     async def _attempt(self, url: str, method: str, path: str, body: bytes | None,
                        timeout_s: float) -> dict[str, Any] | str:
-        """One try: the answer, or why there is none. Raises RequestError when another try cannot help."""
+        """One try: the answer, or why there is none. Raises ApiError when another try cannot help."""
         self.calls[url] += 1
         try:
             response = await self._send(url, method, path, body, timeout_s)
@@ -129,13 +146,13 @@ class EnginePool:
         try:
             answer = json.loads(response.body)
         except ValueError:
-            raise RequestError(502, f"{url}{path}: the answer is not JSON") from None
+            raise ApiError(502, f"{url}{path}: the answer is not JSON") from None
         if response.status >= 400:
             detail = answer.get("error") or {} if isinstance(answer, dict) else {}
-            raise RequestError(400, f"engine: {detail.get('message', answer)}", code=detail.get("code"))
+            raise ApiError(400, f"engine: {detail.get('message', answer)}", code=detail.get("code"))
         if not isinstance(answer, dict):
-            raise RequestError(502, f"{url}{path}: the answer is not an object")
-        if answer.get("finish_reason") == "abort":
+            raise ApiError(502, f"{url}{path}: the answer is not an object")
+        if answer.get("finish_reason") == "abort" and not answer.get("output_ids"):
             return f"{url}: the engine aborted the request"
         return answer
 
@@ -179,6 +196,15 @@ class EnginePool:
             task.cancel()
 
 
+def _generate_body(session_id: str, prompt_ids: list[int], sampling: SamplingParams) -> bytes:
+    return json.dumps({
+        "input_ids": prompt_ids, "return_logprob": True, "stream": False, "session_id": session_id,
+        "sampling_params": {
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+            "max_new_tokens": sampling.max_new_tokens, "stop_token_ids": sampling.stop_token_ids,
+            "seed": sampling.seed}}).encode()
+
+
 def with_limit(sampling: SamplingParams, max_new_tokens: int, default_stop_ids: tuple[int, ...],
                call: int) -> SamplingParams:
     """Sampling of one call: the session's, with this call's token limit, stop ids and a seed of its own."""
@@ -192,7 +218,7 @@ def _read_generation(answer: dict[str, Any], max_new_tokens: int) -> Generation:
     lists = [answer.get(key) for key in ("output_ids", "logprobs", "weight_versions")]
     lengths = [len(item) if isinstance(item, list) else -1 for item in lists]
     if not lengths[0] == lengths[1] == lengths[2] or not 1 <= lengths[0] <= max_new_tokens:
-        raise RequestError(502, f"engine: output_ids, logprobs, weight_versions have lengths {lengths}; expected equal "
+        raise ApiError(502, f"engine: output_ids, logprobs, weight_versions have lengths {lengths}; expected equal "
                                 f"lengths from 1 to {max_new_tokens}")
     try:
         array("i", [*answer["output_ids"], *answer["weight_versions"]])
@@ -200,8 +226,8 @@ def _read_generation(answer: dict[str, Any], max_new_tokens: int) -> Generation:
     except (TypeError, OverflowError):
         is_finite = False
     if not is_finite:
-        raise RequestError(502, "engine: ids and versions must be integers, log-probs finite numbers")
+        raise ApiError(502, "engine: ids and versions must be integers, log-probs finite numbers")
     if answer.get("finish_reason") not in get_args(FinishReason):
-        raise RequestError(502, f"engine: finish_reason is {answer.get('finish_reason')!r}")
+        raise ApiError(502, f"engine: finish_reason is {answer.get('finish_reason')!r}")
     return Generation(output_ids=answer["output_ids"], logprobs=answer["logprobs"], versions=answer["weight_versions"],
                       finish_reason=answer["finish_reason"], cached_tokens=int(answer.get("cached_tokens") or 0))

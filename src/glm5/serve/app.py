@@ -24,25 +24,26 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from glm5.dialects.answer import Format, Run, answer_events, answer_whole
+from glm5.dialects.anthropic import count_tokens, parse_message
+from glm5.dialects.chat import parse_chat
+from glm5.dialects.completions import parse_completion
+from glm5.dialects.protocol import ApiError, dump, field, read_json, to_api_error
+from glm5.dialects.responses import Remembered, parse_response
 from glm5.engine.config import EngineConfig
 from glm5.engine.generation import Generation
 from glm5.engine.grammar import Grammars
 from glm5.errors import Glm5Error
 from glm5.process import bind, serve_app
 from glm5.records import SamplingParams
-from glm5.serve.answer import Format, Run, answer_events, answer_whole
-from glm5.serve.anthropic import count_tokens, parse_message
-from glm5.serve.chat import parse_chat
-from glm5.serve.completions import parse_completion
 from glm5.serve.config import ServeConfig
 from glm5.serve.connection import deadline_protocol
 from glm5.serve.events import CLIENT_GONE, open_stream, token_events, unless_gone
 from glm5.serve.front import Front, error_response
-from glm5.serve.memory import Remembered, ResponseMemory
+from glm5.serve.memory import ResponseMemory
 from glm5.serve.metrics import Metrics
 from glm5.serve.openapi import docs_page, openapi
-from glm5.serve.protocol import ApiError, dump, field, parse_generate, read_json, to_api_error
-from glm5.serve.responses import parse_response
+from glm5.serve.token_protocol import parse_generate
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:  # the engine module loads torch

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from glm5.dialects.protocol import dump, to_api_error
 from glm5.engine.generation import Generation
 from glm5.errors import Glm5Error
-from glm5.serve.protocol import dump, to_api_error
 
 T = TypeVar("T")
 CLIENT_GONE = 499

@@ -22,11 +22,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from glm5.dialects.protocol import ApiError, dump
 from glm5.engine.requests import Sequence
 from glm5.errors import ServiceError
 from glm5.serve.config import ServeConfig
 from glm5.serve.metrics import Metrics
-from glm5.serve.protocol import ApiError, dump
 
 GENERATING = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Routes that occupy the engine."""

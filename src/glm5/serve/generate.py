@@ -110,9 +110,9 @@ def open_target(target: str | Path) -> Iterator[Target]:
     ):
 
         def start(path: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-            from glm5.serve.answer import Format, Run, answer_events
-            from glm5.serve.chat import parse_chat
-            from glm5.serve.completions import parse_completion
+            from glm5.dialects.answer import Format, Run, answer_events
+            from glm5.dialects.chat import parse_chat
+            from glm5.dialects.completions import parse_completion
 
             form: Format = (
                 parse_chat(body, tokenizer, "local", engine.max_context)

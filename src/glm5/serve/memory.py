@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class Remembered:
-    """A finished response."""
-
-    body: dict[str, Any]
-    """As the client got it."""
-    messages: list[dict[str, Any]]
-    """The conversation with its answer, instructions left out: they hold for one response only."""
+from glm5.dialects.responses import Remembered
 
 
 class ResponseMemory:

@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 from glm5 import __version__
+from glm5.dialects.conversation import EFFORTS
 from glm5.engine.requests import MAX_TOP_LOGPROBS
-from glm5.serve.conversation import EFFORTS
 
 Schema = dict[str, Any]
 

@@ -10,10 +10,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from glm5.serve.answer import Answer, AnswerRequest, Growth, Part, Piece, Run
-from glm5.serve.conversation import Conversation, ToolChoice, check_model, check_tools, thinking_switches
-from glm5.serve.openai import new_id, parse_stops
-from glm5.serve.protocol import ApiError, dump, field, sampling
+from glm5.dialects.answer import Answer, AnswerRequest, Answers, Growth, Part, Piece
+from glm5.dialects.conversation import Conversation, Prompter, ToolChoice, check_model, check_tools, thinking_switches
+from glm5.dialects.openai import parse_stops
+from glm5.dialects.protocol import ApiError, dump, field, sampling
 from glm5.tokenizer.bpe import Tokenizer
 
 _CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
@@ -25,16 +25,15 @@ class MessageFormat:
 
     request: AnswerRequest
     model: str
-    id: str
     _open: Part | None = None
 
-    def whole(self, run: Run) -> dict[str, Any]:
+    def whole(self, run: Answers) -> dict[str, Any]:
         """A ``message``."""
         answer = run.answers[0]
         content = [_block(part, part.text) for part in answer.parts]
         return {**self._message(), "content": content, **_stop(answer), "usage": _usage(run)}
 
-    def begin(self, run: Run) -> list[bytes]:
+    def begin(self, run: Answers) -> list[bytes]:
         """The message without content."""
         counts = {**_usage(run), "output_tokens": 0}
         message = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": counts}
@@ -53,7 +52,7 @@ class MessageFormat:
                 events.append(_event("content_block_delta", index=growth.part.index, delta=_delta(growth)))
         return events
 
-    def end(self, run: Run) -> list[bytes]:
+    def end(self, run: Answers) -> list[bytes]:
         """End of the last block, how the answer ended, and the end mark."""
         ending = _event("message_delta", delta=_stop(run.answers[0]), usage=_usage(run))
         return [*self._close(), ending, _event("message_stop")]
@@ -64,7 +63,7 @@ class MessageFormat:
         return [_event("error", error=body["error"])]
 
     def _message(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        return {"id": f"msg_{self.request.token}", "type": "message", "role": "assistant", "model": self.model}
 
     def _close(self) -> list[bytes]:
         part, self._open = self._open, None
@@ -77,27 +76,33 @@ class MessageFormat:
         return events
 
 
-def parse_message(data: dict[str, Any], tokenizer: Tokenizer, model: str) -> MessageFormat:
-    """Check and render the body of ``/v1/messages``. Raises ApiError or DataError."""
+def parse_message(
+    data: dict[str, Any], tokenizer: Tokenizer, model: str, prompter: Prompter | None = None
+) -> MessageFormat:
+    """Check and render the body of ``/v1/messages``, by ``prompter`` if given. Raises ApiError or DataError."""
     conversation = _conversation(data, model)
     limit = field(data, "max_tokens", int, required=True)
     if limit < 1:
         raise ApiError(400, f"max_tokens: got {limit}, expected at least 1", "invalid_request", "max_tokens")
+    prompt = conversation.prompt(tokenizer) if prompter is None else prompter(conversation)
     request = AnswerRequest(
-        prompts=[conversation.render(tokenizer)],
-        params=sampling(data, max_new_tokens=limit, grammar=conversation.grammar(tokenizer)),
+        prompts=[prompt.ids],
+        params=sampling(data, max_new_tokens=limit, grammar=prompt.grammar),
         stops=parse_stops(data, "stop_sequences"),
         tools=conversation.declared_tools,
         thinking=conversation.thinking,
         stream=field(data, "stream", bool, False),
         session_id=field(field(data, "metadata", dict, {}), "user_id", str),
     )
-    return MessageFormat(request=request, model=model, id=new_id("msg").replace("-", "_"))
+    return MessageFormat(request=request, model=model)
 
 
-def count_tokens(data: dict[str, Any], tokenizer: Tokenizer, model: str) -> dict[str, Any]:
+def count_tokens(
+    data: dict[str, Any], tokenizer: Tokenizer, model: str, prompter: Prompter | None = None
+) -> dict[str, Any]:
     """The answer of ``/v1/messages/count_tokens``. Raises ApiError or DataError."""
-    return {"input_tokens": len(_conversation(data, model).render(tokenizer))}
+    conversation = _conversation(data, model)
+    return {"input_tokens": len(conversation.render(tokenizer) if prompter is None else prompter(conversation).ids)}
 
 
 def _conversation(data: dict[str, Any], model: str) -> Conversation:
@@ -231,7 +236,7 @@ def _stop(answer: Answer) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _usage(run: Run) -> dict[str, Any]:
+def _usage(run: Answers) -> dict[str, Any]:
     """Anthropic counts cached input apart."""
     return {
         "input_tokens": run.prompt_tokens - run.cached_tokens,

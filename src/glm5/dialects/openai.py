@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
-from glm5.serve.answer import Answer, Run
-from glm5.serve.protocol import ApiError, dump, field
+from glm5.dialects.answer import Answer, Answers
+from glm5.dialects.protocol import ApiError, dump, field
 from glm5.tokenizer.bpe import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 _MAX_STOPS = 16
 _MAX_CHOICES = 128
-
-
-def new_id(prefix: str) -> str:
-    """A fresh identifier."""
-    return f"{prefix}-{secrets.token_hex(12)}"
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -41,7 +35,7 @@ def parse_stops(data: dict[str, Any], name: str) -> list[str]:
     return stops
 
 
-def usage(run: Run) -> dict[str, Any]:
+def usage(run: Answers) -> dict[str, Any]:
     """Token counts."""
     return {
         "prompt_tokens": run.prompt_tokens,

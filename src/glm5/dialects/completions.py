@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from glm5.serve.answer import Answer, AnswerRequest, Piece, Run
-from glm5.serve.conversation import check_model
-from glm5.serve.openai import DONE, choice_count, event, new_id, parse_stops, usage
-from glm5.serve.protocol import ApiError, field, sampling
+from glm5.dialects.answer import Answer, AnswerRequest, Answers, Piece
+from glm5.dialects.conversation import check_model
+from glm5.dialects.openai import DONE, choice_count, event, parse_stops, usage
+from glm5.dialects.protocol import ApiError, field, sampling
 from glm5.tokenizer.bpe import Tokenizer
 
 _MAX_PROMPTS = 256
@@ -21,14 +21,19 @@ class CompletionFormat:
 
     request: AnswerRequest
     tokenizer: Tokenizer
-    base: dict[str, Any]
-    """``id``, ``object``, ``created`` and ``model`` of every chunk."""
+    model: str
     wants_logprobs: bool
     wants_token_ids: bool
     wants_usage: bool
     """Whether a stream ends with a chunk of token counts."""
 
-    def whole(self, run: Run) -> dict[str, Any]:
+    @property
+    def base(self) -> dict[str, Any]:
+        """What every chunk carries."""
+        identity = {"id": f"cmpl-{self.request.token}", "object": "text_completion"}
+        return {**identity, "created": self.request.created, "model": self.model}
+
+    def whole(self, run: Answers) -> dict[str, Any]:
         """A ``text_completion``."""
         choices = []
         for index, answer in enumerate(run.answers):
@@ -36,7 +41,7 @@ class CompletionFormat:
             choices.append(self._choice(index, answer, answer.text_of("content"), 0, end))
         return {**self.base, "choices": choices, "usage": usage(run)}
 
-    def begin(self, run: Run) -> list[bytes]:
+    def begin(self, run: Answers) -> list[bytes]:
         """Nothing."""
         return []
 
@@ -51,7 +56,7 @@ class CompletionFormat:
             return []
         return [event({**self.base, "choices": [self._choice(piece.index, answer, text, piece.start, end)]})]
 
-    def end(self, run: Run) -> list[bytes]:
+    def end(self, run: Answers) -> list[bytes]:
         """Token counts if asked for, and the end mark."""
         return [event({**self.base, "choices": [], "usage": usage(run)}), DONE] if self.wants_usage else [DONE]
 
@@ -82,8 +87,10 @@ class CompletionFormat:
         }
 
 
-def parse_completion(data: dict[str, Any], tokenizer: Tokenizer, model: str) -> CompletionFormat:
-    """Check and encode the body of ``/v1/completions``. Raises ApiError."""
+def parse_completion(
+    data: dict[str, Any], tokenizer: Tokenizer, model: str, encode: Callable[[str], list[int]] | None = None
+) -> CompletionFormat:
+    """Check and encode the body of ``/v1/completions``, by ``encode`` if given. Raises ApiError."""
     check_model(data, model)
     for name in ("echo", "suffix"):
         if data.get(name):
@@ -96,7 +103,7 @@ def parse_completion(data: dict[str, Any], tokenizer: Tokenizer, model: str) -> 
         raise ApiError(400, f"max_tokens: got {max_tokens}, expected at least 1", "invalid_request", "max_tokens")
     logprobs = field(data, "logprobs", int)
     request = AnswerRequest(
-        prompts=_parse_prompts(field(data, "prompt", (str, list), required=True), tokenizer),
+        prompts=_parse_prompts(field(data, "prompt", (str, list), required=True), encode or tokenizer.encode),
         params=sampling(data, max_new_tokens=max_tokens, top_logprobs=logprobs or 0),
         n=n,
         stops=parse_stops(data, "stop"),
@@ -108,14 +115,14 @@ def parse_completion(data: dict[str, Any], tokenizer: Tokenizer, model: str) -> 
     return CompletionFormat(
         request=request,
         tokenizer=tokenizer,
-        base={"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": model},
+        model=model,
         wants_logprobs=logprobs is not None,
         wants_token_ids=field(data, "return_token_ids", bool, False),
         wants_usage=field(field(data, "stream_options", dict, {}), "include_usage", bool, False),
     )
 
 
-def _parse_prompts(prompt: str | list[Any], tokenizer: Tokenizer) -> list[list[int]]:
+def _parse_prompts(prompt: str | list[Any], encode: Callable[[str], list[int]]) -> list[list[int]]:
     """Ids of each prompt: a text, a list of ids, or a list of either."""
     is_one = isinstance(prompt, str) or all(type(item) is int for item in prompt)
     prompts = [prompt] if is_one else prompt
@@ -125,5 +132,5 @@ def _parse_prompts(prompt: str | list[Any], tokenizer: Tokenizer) -> list[list[i
     for item in prompts:
         if not isinstance(item, str) and not (isinstance(item, list) and all(type(part) is int for part in item)):
             raise ApiError(400, "prompt: expected texts or lists of token ids", "invalid_request", "prompt")
-        ids.append(tokenizer.encode(item) if isinstance(item, str) else item)
+        ids.append(encode(item) if isinstance(item, str) else item)
     return ids

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from glm5.dialects.conversation import Conversation, ToolChoice
+from glm5.dialects.protocol import ApiError
 from glm5.engine.grammar import Grammars
-from glm5.serve.conversation import Conversation, ToolChoice
-from glm5.serve.protocol import ApiError
 from glm5.tokenizer.bpe import train_tokenizer
 
 pytest.importorskip("llguidance")

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from glm5.engine.requests import Chunk, Completion, Sequence, TopLogprobs
+from glm5.dialects.protocol import ApiError, to_api_error
+from glm5.dialects.text import Detokenizer, StopText
 from glm5.errors import Glm5Error
-from glm5.records import SamplingParams
-from glm5.serve.protocol import ApiError, to_api_error
-from glm5.serve.text import Detokenizer, StopText
+from glm5.records import Chunk, Completion, SamplingParams, TopLogprobs
 from glm5.tokenizer.bpe import Tokenizer
 from glm5.tokenizer.parse import Delta
 
@@ -43,6 +43,10 @@ class AnswerRequest:
     """Whether the answer begins with reasoning."""
     stream: bool = False
     session_id: str | None = None
+    token: str = field(default_factory=lambda: secrets.token_hex(12))
+    """Text that the identifiers of the answer are made of."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Unix seconds that the answer carries."""
 
     def nth_params(self, number: int) -> SamplingParams:
         """Sampling of answer ``number`` to a prompt: a given seed counts up, so that the answers differ."""
@@ -62,8 +66,8 @@ class Part:
     kind: PartKind
     name: str = ""
     """Function of a call."""
-    token: str = field(default_factory=lambda: secrets.token_hex(12))
-    """Random text for the identifiers that dialects give to parts."""
+    token: str = ""
+    """Text that the identifier of the part is made of, unique in the request."""
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -109,7 +113,9 @@ class _ObjectEnd:
 class Answer:
     """The parts of one generation, and how it ended."""
 
-    def __init__(self, request: AnswerRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: AnswerRequest, tokenizer: Tokenizer, number: int = 0) -> None:
+        """``number`` counts the answers to one request."""
+        self._token = f"{request.token}{number:02x}"
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
         self._stop_text = StopText(request.stops)
@@ -178,9 +184,7 @@ class Answer:
         if delta.kind == "tool_call_start":
             growth = self._release()
             self._call_end = _ObjectEnd()
-            part = Part(len(self.parts), "call", delta.name or "")
-            self.parts.append(part)
-            return [*growth, Growth(part, "", is_first=True)]
+            return [*growth, Growth(self._add("call", delta.name or ""), "", is_first=True)]
         if delta.kind == "tool_call_arguments":
             growth = [self._grow("call", delta.text)]
             assert self._call_end is not None, "arguments follow the start of their call"
@@ -195,18 +199,31 @@ class Answer:
         held, self._held, self._call_end = self._held, "", None
         return [self._grow("content", held)] if held else []
 
+    def _add(self, kind: PartKind, name: str = "") -> Part:
+        index = len(self.parts)
+        self.parts.append(Part(index, kind, name, f"{self._token}{index:02x}"))
+        return self.parts[-1]
+
     def _grow(self, kind: PartKind, text: str) -> Growth:
         is_first = not self.parts or self.parts[-1].kind != kind
         if is_first:
-            self.parts.append(Part(len(self.parts), kind))
+            self._add(kind)
         self.parts[-1].pieces.append(text)
         return Growth(self.parts[-1], text, is_first)
+
+
+class Progress(Protocol):
+    """What is known of a running generation beside its chunks."""
+
+    cached_tokens: int
+    top_logprobs: list[TopLogprobs]
 
 
 class Source(Protocol):
     """What a run needs of the engine's ``Generation``."""
 
-    sequence: Sequence
+    sequence: Any
+    """A ``Progress``; the engine's knows more."""
 
     def stream(self, timeout_s: float) -> Any:
         """Async generator of chunks."""
@@ -229,16 +246,13 @@ class Piece:
     """Output ids that the answer had before."""
 
 
-class Run:
-    """The answers to one request, from the generations that produce them."""
+class Answers:
+    """The answers to one request and their counts: what a dialect writes."""
 
-    def __init__(
-        self, request: AnswerRequest, tokenizer: Tokenizer, sources: list[Source], timeout_s: float = 3600.0
-    ) -> None:
+    def __init__(self, request: AnswerRequest, tokenizer: Tokenizer, count: int = 1, cached_tokens: int = 0) -> None:
         self.request = request
-        self.answers = [Answer(request, tokenizer) for _ in sources]
-        self.sequences = [source.sequence for source in sources]
-        self._sources, self._timeout_s = sources, timeout_s
+        self.answers = [Answer(request, tokenizer, number) for number in range(count)]
+        self._cached_tokens = cached_tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -248,7 +262,7 @@ class Run:
     @property
     def cached_tokens(self) -> int:
         """Prompt ids whose keys were found, in the first answer to each prompt."""
-        return sum(sequence.cached_tokens for sequence in self.sequences[:: self.request.n])
+        return self._cached_tokens
 
     @property
     def output_tokens(self) -> int:
@@ -259,6 +273,22 @@ class Run:
     def reasoning_tokens(self) -> int:
         """Those of them that belong to reasoning."""
         return sum(answer.reasoning_tokens for answer in self.answers)
+
+
+class Run(Answers):
+    """The answers to one request, from the generations that produce them."""
+
+    def __init__(
+        self, request: AnswerRequest, tokenizer: Tokenizer, sources: list[Source], timeout_s: float = 3600.0
+    ) -> None:
+        super().__init__(request, tokenizer, len(sources))
+        self.sequences = [source.sequence for source in sources]
+        self._sources, self._timeout_s = sources, timeout_s
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt ids whose keys were found, in the first answer to each prompt."""
+        return sum(sequence.cached_tokens for sequence in self.sequences[:: self.request.n])
 
     def abort(self) -> None:
         """Stop what still runs."""
@@ -331,7 +361,7 @@ class Run:
             await asyncio.gather(*readers, return_exceptions=True)
 
 
-def _as_chunk(completion: Completion, sequence: Sequence) -> Chunk:
+def _as_chunk(completion: Completion, sequence: Progress) -> Chunk:
     return Chunk(
         output_ids=completion.output_ids,
         logprobs=completion.logprobs,
@@ -346,16 +376,16 @@ class Format(Protocol):
 
     request: AnswerRequest
 
-    def whole(self, run: Run) -> dict[str, Any]:
+    def whole(self, run: Answers) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
 
-    def begin(self, run: Run) -> list[bytes]:
+    def begin(self, run: Answers) -> list[bytes]:
         """Events before the first piece."""
 
     def piece(self, piece: Piece) -> list[bytes]:
         """Events of one piece."""
 
-    def end(self, run: Run) -> list[bytes]:
+    def end(self, run: Answers) -> list[bytes]:
         """Events after the last piece."""
 
     def failure(self, error: ApiError) -> list[bytes]:

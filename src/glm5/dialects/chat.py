@@ -6,13 +6,13 @@ ignored.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
-from glm5.serve.answer import Answer, AnswerRequest, Growth, Part, Piece, Run
-from glm5.serve.conversation import (
+from glm5.dialects.answer import Answer, AnswerRequest, Answers, Growth, Part, Piece
+from glm5.dialects.conversation import (
     Conversation,
+    Prompter,
     check_choice,
     check_format,
     check_messages,
@@ -20,8 +20,8 @@ from glm5.serve.conversation import (
     check_tools,
     thinking_switches,
 )
-from glm5.serve.openai import DONE, choice_count, event, new_id, parse_stops, token_logprobs, usage
-from glm5.serve.protocol import ApiError, field, sampling
+from glm5.dialects.openai import DONE, choice_count, event, parse_stops, token_logprobs, usage
+from glm5.dialects.protocol import ApiError, field, sampling
 from glm5.tokenizer.bpe import Tokenizer
 
 
@@ -31,14 +31,18 @@ class ChatFormat:
 
     request: AnswerRequest
     tokenizer: Tokenizer
-    base: dict[str, Any]
-    """``id``, ``created`` and ``model`` of every chunk."""
+    model: str
     wants_logprobs: bool
     wants_token_ids: bool
     wants_usage: bool
     """Whether a stream ends with a chunk of token counts."""
 
-    def whole(self, run: Run) -> dict[str, Any]:
+    @property
+    def base(self) -> dict[str, Any]:
+        """What every chunk carries."""
+        return {"id": f"chatcmpl-{self.request.token}", "created": self.request.created, "model": self.model}
+
+    def whole(self, run: Answers) -> dict[str, Any]:
         """A ``chat.completion``."""
         body = {
             **self.base,
@@ -48,7 +52,7 @@ class ChatFormat:
         }
         return {**body, "prompt_token_ids": self.request.prompts[0]} if self.wants_token_ids else body
 
-    def begin(self, run: Run) -> list[bytes]:
+    def begin(self, run: Answers) -> list[bytes]:
         """The role of every choice."""
         return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(run.answers))]
 
@@ -69,7 +73,7 @@ class ChatFormat:
             chunks.append(self._chunk(piece.index, {}, **end))
         return chunks
 
-    def end(self, run: Run) -> list[bytes]:
+    def end(self, run: Answers) -> list[bytes]:
         """Token counts if asked for, and the end mark."""
         body = {**self.base, "object": "chat.completion.chunk", "choices": [], "usage": usage(run)}
         return [event(body), DONE] if self.wants_usage else [DONE]
@@ -97,8 +101,10 @@ class ChatFormat:
         return choice
 
 
-def parse_chat(data: dict[str, Any], tokenizer: Tokenizer, model: str, max_context: int) -> ChatFormat:
-    """Check and render the body of ``/v1/chat/completions``. Raises ApiError or DataError."""
+def parse_chat(
+    data: dict[str, Any], tokenizer: Tokenizer, model: str, max_context: int, prompter: Prompter | None = None
+) -> ChatFormat:
+    """Check and render the body of ``/v1/chat/completions``, by ``prompter`` if given. Raises ApiError or DataError."""
     check_model(data, model)
     for name in ("functions", "function_call", "audio", "prediction", "web_search_options"):
         if data.get(name):
@@ -118,9 +124,10 @@ def parse_chat(data: dict[str, Any], tokenizer: Tokenizer, model: str, max_conte
     wants_logprobs, top = field(data, "logprobs", bool, False), field(data, "top_logprobs", int, 0)
     if top and not wants_logprobs:
         raise ApiError(400, "top_logprobs: needs logprobs: true", "invalid_request", "top_logprobs")
+    prompt = conversation.prompt(tokenizer) if prompter is None else prompter(conversation)
     request = AnswerRequest(
-        prompts=[conversation.render(tokenizer)],
-        params=sampling(data, max_new_tokens=limit, top_logprobs=top, grammar=conversation.grammar(tokenizer)),
+        prompts=[prompt.ids],
+        params=sampling(data, max_new_tokens=limit, top_logprobs=top, grammar=prompt.grammar),
         n=choice_count(data),
         stops=parse_stops(data, "stop"),
         tools=conversation.declared_tools,
@@ -131,7 +138,7 @@ def parse_chat(data: dict[str, Any], tokenizer: Tokenizer, model: str, max_conte
     return ChatFormat(
         request=request,
         tokenizer=tokenizer,
-        base={"id": new_id("chatcmpl"), "created": int(time.time()), "model": model},
+        model=model,
         wants_logprobs=wants_logprobs,
         wants_token_ids=field(data, "return_token_ids", bool, False),
         wants_usage=field(field(data, "stream_options", dict, {}), "include_usage", bool, False),

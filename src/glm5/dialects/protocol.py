@@ -12,24 +12,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 
-from glm5.engine.requests import (
-    ContextLengthError,
-    DeadlineError,
-    EngineClosedError,
-    InvalidRequestError,
-    QueueFullError,
-)
-from glm5.errors import DataError, EngineError, Glm5Error
+from glm5.errors import Glm5Error
 from glm5.records import SamplingParams
 
 RETRY_AFTER_S = 1
 """What a client is told to wait when the server is full."""
-_ANTHROPIC_PATHS = "/v1/messages"
+_ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -44,16 +36,16 @@ _ANTHROPIC_TYPES = {
 _OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-class ApiError(EngineError):
+class ApiError(Glm5Error):
     """An answer with ``status`` and an error body."""
 
-    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
 
     def body(self, path: str) -> dict[str, Any]:
         """The JSON of the answer to a request of ``path``."""
-        if path.startswith(_ANTHROPIC_PATHS):
+        if _ANTHROPIC_PATH in path:
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": str(self)}}
         kind = _OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
@@ -69,17 +61,8 @@ def to_api_error(error: Glm5Error) -> ApiError:
     """The HTTP form of an error of ours."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, ContextLengthError):
-        return ApiError(400, str(error), "context_length_exceeded", "messages")
-    if isinstance(error, InvalidRequestError | DataError):
-        return ApiError(400, str(error), "invalid_request")
-    if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), "queue_full")
-    if isinstance(error, DeadlineError):
-        return ApiError(504, str(error), "deadline_exceeded")
-    if isinstance(error, EngineClosedError):
-        return ApiError(503, str(error), "shutting_down")
-    return ApiError(500, str(error), "engine_error")
+    param = "messages" if error.code == "context_length_exceeded" else None
+    return ApiError(error.status, str(error), error.code, param)
 
 
 def dump(body: Any) -> bytes:
@@ -147,56 +130,7 @@ def field(
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """Body of ``POST /generate``."""
-
-    ids: list[int]
-    params: SamplingParams
-    stream: bool
-    wants_logprobs: bool
-    wants_prompt_logprobs: bool
-    session_id: str | None
-
-
-def parse_generate(data: dict[str, Any]) -> GenerateRequest:
-    """Check the body of ``/generate``. Ids are checked by the engine, which knows the vocabulary."""
-    ids = field(data, "input_ids", list, required=True)
-    if not all(type(item) is int for item in ids):
-        raise ApiError(400, "input_ids: expected a list of integers; send token ids", "invalid_request", "input_ids")
-    return GenerateRequest(
-        ids,
-        parse_sampling(field(data, "sampling_params", dict, {})),
-        field(data, "stream", bool, False),
-        field(data, "return_logprob", bool, True),
-        field(data, "return_prompt_logprob", bool, False),
-        field(data, "session_id", str),
-    )
-
-
-def parse_sampling(data: dict[str, Any]) -> SamplingParams:
-    """``sampling_params`` of the token protocol; an unknown name is refused, since it would change what is sampled."""
-    for name in data:
-        if name not in _TOKEN_FIELDS:
-            raise ApiError(
-                400,
-                f"sampling_params.{name}: unknown; known names: {', '.join(_TOKEN_FIELDS)}",
-                "invalid_request",
-                name,
-            )
-    stop_ids = field(data, "stop_token_ids", list)
-    if stop_ids is not None and not all(type(item) is int for item in stop_ids):
-        raise ApiError(400, "stop_token_ids: expected a list of integers", "invalid_request", "stop_token_ids")
-    return sampling(
-        data,
-        max_new_tokens=field(data, "max_new_tokens", int, SamplingParams().max_new_tokens),
-        stop_token_ids=None if stop_ids is None else tuple(stop_ids),
-        top_logprobs=field(data, "top_logprobs", int, 0),
-        grammar=field(data, "grammar", str),
-    )
-
-
-_COMMON_FIELDS: dict[str, type] = {
+SAMPLING_FIELDS: dict[str, type] = {
     "temperature": float,
     "top_p": float,
     "top_k": int,
@@ -206,12 +140,11 @@ _COMMON_FIELDS: dict[str, type] = {
     "presence_penalty": float,
     "frequency_penalty": float,
 }
-_TOKEN_FIELDS = (*_COMMON_FIELDS, "logit_bias", "max_new_tokens", "stop_token_ids", "top_logprobs", "grammar")
 
 
 def sampling(data: dict[str, Any], **rest: Any) -> SamplingParams:
     """The fields that have one name in every dialect, read from ``data``, and ``rest``. The engine checks ranges."""
-    values = {name: field(data, name, kind) for name, kind in _COMMON_FIELDS.items()}
+    values = {name: field(data, name, kind) for name, kind in SAMPLING_FIELDS.items()}
     given = {name: value for name, value in values.items() if value is not None}
     return SamplingParams(**given, logit_bias=_logit_bias(field(data, "logit_bias", dict, {})), **rest)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm5.serve.text import Detokenizer, StopText
+from glm5.dialects.text import Detokenizer, StopText
 from glm5.tokenizer.bpe import train_tokenizer
 
 TOKENIZER = train_tokenizer(["plain words, über 日本語 😀 " * 30], 320)

@@ -5,16 +5,26 @@ Messages and tools have the form of chat completions; the other dialects transla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from glm5.serve.protocol import ApiError
-from glm5.serve.protocol import field as value_of
-from glm5.serve.structure import answer_grammar
+from glm5.dialects.protocol import ApiError
+from glm5.dialects.protocol import field as value_of
+from glm5.dialects.structure import answer_grammar
 from glm5.tokenizer.bpe import Tokenizer
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Words of ``reasoning_effort``; ``none`` turns thinking off, GLM-5 knows no other grades."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the engine is given for a conversation."""
+
+    ids: list[int]
+    grammar: str | None = None
+    """Grammar of the answer; None when it is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +62,10 @@ class Conversation:
         """Tools that the prompt declares; None when there are none or none may be called."""
         return None if self.choice.mode == "none" else self.tools or None
 
+    def prompt(self, tokenizer: Tokenizer) -> Prompt:
+        """The rendered prompt and the rules of the answer. Raises DataError or ApiError."""
+        return Prompt(self.render(tokenizer), self.grammar(tokenizer))
+
     def render(self, tokenizer: Tokenizer) -> list[int]:
         """The prompt. Raises DataError for a message that the chat format cannot express."""
         return tokenizer.render(self.messages, self.declared_tools, True, self.enable_thinking, self.clear_thinking).ids
@@ -70,6 +84,10 @@ class Conversation:
         return answer_grammar(
             tokenizer, self.thinking, tools, self.choice.mode == "required", self.choice.parallel, self.schema
         )
+
+
+Prompter = Callable[[Conversation], Prompt]
+"""Another way to the prompt than rendering: the gateway's, which extends what was recorded."""
 
 
 def check_model(data: dict[str, Any], model: str) -> None:

@@ -5,15 +5,15 @@ A stored response can be continued by ``previous_response_id`` for as long as ``
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from glm5.serve.answer import Answer, AnswerRequest, Growth, Part, Piece, Run
-from glm5.serve.chat import message_of
-from glm5.serve.conversation import (
+from glm5.dialects.answer import Answer, AnswerRequest, Answers, Growth, Part, Piece
+from glm5.dialects.chat import message_of
+from glm5.dialects.conversation import (
     Conversation,
+    Prompter,
     check_choice,
     check_effort,
     check_format,
@@ -21,10 +21,8 @@ from glm5.serve.conversation import (
     check_tools,
     thinking_switches,
 )
-from glm5.serve.memory import Remembered
-from glm5.serve.openai import new_id
-from glm5.serve.protocol import ApiError, dump, sampling
-from glm5.serve.protocol import field as value_of
+from glm5.dialects.protocol import ApiError, dump, sampling
+from glm5.dialects.protocol import field as value_of
 from glm5.tokenizer.bpe import Tokenizer
 
 _REFUSED = ("background", "conversation", "prompt", "top_logprobs", "max_tool_calls", "context_management")
@@ -32,13 +30,23 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_t
 _ECHOED = ("instructions", "metadata", "previous_response_id", "temperature", "tool_choice", "tools", "top_p", "text")
 
 
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """A finished response that a later request may continue."""
+
+    body: dict[str, Any]
+    """As the client got it."""
+    messages: list[dict[str, Any]]
+    """The conversation with its answer, instructions left out: they hold for one response only."""
+
+
 @dataclass(slots=True, kw_only=True)
 class ResponseFormat:
     """How one response is written."""
 
     request: AnswerRequest
-    base: dict[str, Any]
-    """Fields that are the same at every moment of the response."""
+    settings: dict[str, Any]
+    """What the response repeats of its request."""
     messages: list[dict[str, Any]]
     """The conversation before the answer, instructions left out."""
     remember: Callable[[Remembered], None] | None
@@ -46,7 +54,17 @@ class ResponseFormat:
     _sequence: int = 0
     _open: Part | None = None
 
-    def whole(self, run: Run) -> dict[str, Any]:
+    @property
+    def base(self) -> dict[str, Any]:
+        """Fields that are the same at every moment of the response."""
+        return {
+            "id": f"resp_{self.request.token}",
+            "object": "response",
+            "created_at": self.request.created,
+            **self.settings,
+        }
+
+    def whole(self, run: Answers) -> dict[str, Any]:
         """A finished ``response``."""
         answer = run.answers[0]
         is_cut = answer.finish_reason == "length"
@@ -61,7 +79,7 @@ class ResponseFormat:
             self.remember(Remembered(body, [*self.messages, message_of(answer)]))
         return body
 
-    def begin(self, run: Run) -> list[bytes]:
+    def begin(self, run: Answers) -> list[bytes]:
         """The response without output, twice: created, in progress."""
         started = {**self.base, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         return [self._event(f"response.{name}", response=started) for name in ("created", "in_progress")]
@@ -78,7 +96,7 @@ class ResponseFormat:
             events += self._close(_status(piece.answer, self._open))
         return events
 
-    def end(self, run: Run) -> list[bytes]:
+    def end(self, run: Answers) -> list[bytes]:
         """The finished response."""
         body = self.whole(run)
         return [self._event(f"response.{body['status']}", response=body)]
@@ -133,8 +151,9 @@ def parse_response(
     max_context: int,
     recall: Callable[[str], Remembered | None],
     remember: Callable[[Remembered], None],
+    prompter: Prompter | None = None,
 ) -> ResponseFormat:
-    """Check and render the body of ``/v1/responses``. Raises ApiError or DataError.
+    """Check and render the body of ``/v1/responses``, by ``prompter`` if given. Raises ApiError or DataError.
 
     ``recall`` finds an earlier response by its id; ``remember`` stores the new one unless ``store`` is false.
     """
@@ -155,9 +174,10 @@ def parse_response(
         raise ApiError(
             400, f"max_output_tokens: got {limit}, expected at least 1", "invalid_request", "max_output_tokens"
         )
+    prompt = conversation.prompt(tokenizer) if prompter is None else prompter(conversation)
     request = AnswerRequest(
-        prompts=[conversation.render(tokenizer)],
-        params=sampling(data, max_new_tokens=limit, grammar=conversation.grammar(tokenizer)),
+        prompts=[prompt.ids],
+        params=sampling(data, max_new_tokens=limit, grammar=prompt.grammar),
         tools=conversation.declared_tools,
         thinking=conversation.thinking,
         stream=value_of(data, "stream", bool, False),
@@ -166,13 +186,13 @@ def parse_response(
     is_stored = value_of(data, "store", bool, True)
     return ResponseFormat(
         request=request,
-        base=_base(data, model, is_stored),
+        settings=_settings(data, model, is_stored),
         messages=messages,
         remember=remember if is_stored else None,
     )
 
 
-def _base(data: dict[str, Any], model: str, is_stored: bool) -> dict[str, Any]:
+def _settings(data: dict[str, Any], model: str, is_stored: bool) -> dict[str, Any]:
     defaults = {
         "metadata": {},
         "temperature": 1.0,
@@ -182,9 +202,6 @@ def _base(data: dict[str, Any], model: str, is_stored: bool) -> dict[str, Any]:
         "text": {"format": {"type": "text"}},
     }
     return {
-        "id": new_id("resp").replace("-", "_"),
-        "object": "response",
-        "created_at": int(time.time()),
         "model": model,
         "error": None,
         "parallel_tool_calls": value_of(data, "parallel_tool_calls", bool, True),
@@ -323,7 +340,7 @@ def _status(answer: Answer, part: Part) -> str:
     return "incomplete" if is_cut else "completed"
 
 
-def _usage(run: Run) -> dict[str, Any]:
+def _usage(run: Answers) -> dict[str, Any]:
     return {
         "input_tokens": run.prompt_tokens,
         "input_tokens_details": {"cached_tokens": run.cached_tokens, "cache_write_tokens": 0},
