@@ -81,13 +81,31 @@ def serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_fi
           max_slots: Annotated[int, typer.Option(help="Sequences held in the cache at once.")] = 16,
           max_context: Annotated[int, typer.Option(help="Tokens per sequence; 0 takes the model's maximum.")] = 0,
           threads: Annotated[int, typer.Option(help="CPU threads of the engine; 0 takes all cores.")] = 0,
-          weight_version: Annotated[int, typer.Option(help="Policy version of these weights.")] = 0) -> None:
-    """Serve a checkpoint: the token-level protocol and the OpenAI API."""
+          weight_version: Annotated[int, typer.Option(help="Policy version of these weights.")] = 0,
+          max_waiting: Annotated[int, typer.Option(help="Requests that may wait for a slot.")] = 4096,
+          api_key: Annotated[list[str] | None, typer.Option(help="Key that clients must send; repeat for several.")] = None,
+          api_key_file: Annotated[Path | None, typer.Option(help="File with one key a line.")] = None,
+          cors: Annotated[list[str] | None, typer.Option(help="Web origin that may call; * means all.")] = None,
+          max_body_mib: Annotated[int, typer.Option(help="Largest request body.")] = 16,
+          max_concurrent: Annotated[int, typer.Option(help="Generating requests in flight.")] = 4096,
+          request_timeout: Annotated[float, typer.Option(help="Seconds until an answer must be complete.")] = 3600,
+          header_timeout: Annotated[float, typer.Option(help="Seconds for the head of a request.")] = 15,
+          body_timeout: Annotated[float, typer.Option(help="Seconds for the body of a request.")] = 60,
+          shutdown_timeout: Annotated[float, typer.Option(help="Seconds that answers may go on at the end.")] = 10,
+          response_memory_mib: Annotated[int, typer.Option(help="Stored responses, in MiB; 0 stores none.")] = 64,
+          access_log: Annotated[str, typer.Option(help="File for one JSON line a request; - is stdout.")] = "") -> None:
+    """Serve a checkpoint: the token-level protocol, the OpenAI and the Anthropic API."""
     from glm5.engine.config import EngineConfig
     from glm5.serve.app import serve as serve_directory
+    from glm5.serve.config import ServeConfig, read_keys
 
-    config = EngineConfig(max_slots=max_slots, max_context=max_context, threads=threads)
-    serve_directory(directory, host, port, ready_file, config, weight_version=weight_version)
+    config = EngineConfig(max_slots=max_slots, max_context=max_context, threads=threads, max_waiting=max_waiting)
+    limits = ServeConfig(
+        api_keys=(*(api_key or []), *(read_keys(api_key_file) if api_key_file else [])),
+        cors_origins=tuple(cors or ()), max_body_bytes=max_body_mib << 20, max_concurrent=max_concurrent,
+        request_timeout_s=request_timeout, header_timeout_s=header_timeout, body_timeout_s=body_timeout,
+        shutdown_timeout_s=shutdown_timeout, response_memory_bytes=response_memory_mib << 20, access_log=access_log)
+    serve_directory(directory, host, port, ready_file, config, weight_version=weight_version, config=limits)
 
 
 @app.command()

@@ -129,11 +129,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve_app(app: Any, host: str = "127.0.0.1", port: int = 0, ready_file: Path | None = None,
-              failure: Callable[[], BaseException | None] = lambda: None) -> None:
+              failure: Callable[[], BaseException | None] = lambda: None, grace_s: float = 2,
+              protocol: Any = "auto") -> None:
     """Serve an ASGI application until SIGTERM or SIGINT; announce its URL in ``ready_file``.
 
     As soon as ``failure`` gives an exception, the server stops and the exception is raised: a service that cannot do
-    its work must not look well.
+    its work must not look well. At the end no connection is accepted any more, and requests may run on for
+    ``grace_s``. ``protocol`` is uvicorn's name or class of the HTTP protocol.
     """
     import uvicorn
 
@@ -146,8 +148,8 @@ def serve_app(app: Any, host: str = "127.0.0.1", port: int = 0, ready_file: Path
     if ready_file is not None:
         ready_file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(ready_file, json.dumps({"url": url, "pid": os.getpid()}))
-    settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2,
-                              timeout_keep_alive=75)
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=75,
+                              timeout_graceful_shutdown=max(1, round(grace_s)), http=protocol, server_header=False)
     Server(settings).run(sockets=[listener])
     error = failure()
     if error is not None:
