@@ -30,9 +30,9 @@ _SIGNATURES = {  # p pointer, n int64, f float, i int (a flag or the thread coun
     "masked_attention": _PROBLEM + "pp i",
     "masked_attention_backward": _PROBLEM + "ppp ppp i",
     "attention_targets": _PROBLEM + "p i",
-    "ragged_select": "i pp n p nnn pp n n p i",
-    "ragged_attention": "i p n p nnn n pp n p n f p i",
-    "ragged_dsa": "i p n pp n p nnn n p n pp n n f p i",
+    "ragged_select": "i pp n p nnn p nn pp n n p i",
+    "ragged_attention": "i p n p nnn n p nn pp n p n f p i",
+    "ragged_dsa": "i p n pp n p nnn n p n p nn pp n n f p i",
 }
 
 NativeFunctions = Mapping[str, Callable[..., int]]
