@@ -1,7 +1,7 @@
 """Multi-head latent attention restricted to the keys that the indexer selects (DSA).
 
 Two forms of the same layer. ``forward`` expands keys and values from the latent and attends over packed rows: training
-and scoring. ``ragged`` attends in the latent space itself (absorbed form) over a slot cache: inference. Both scale by
+and scoring. ``ragged`` attends in the latent space itself (absorbed form) over a paged cache: inference. Both scale by
 ``(N + R)**-0.5``.
 
 Gradient rules: the indexer sees detached inputs, selection carries no gradient, and the KL loss that trains the indexer
@@ -11,8 +11,9 @@ the indexer loss reaches nothing else.
 Queries are processed span by span (``PackedRows.spans``). In long rows each span is recomputed in the backward pass, so
 that no tensor of size [B, H, T, T] is ever alive.
 
-Letters: B batch, T queries, S keys, M flattened tokens, P slots, D hidden, H heads, N/R nope/rope dims, V value dim,
-Q query latent, C kv latent, K = N + R (expanded) or C + R (absorbed), J index heads, X index head dim.
+Letters: B batch, T queries, S keys, M flattened tokens, P cache blocks, U slots, Z blocks of a slot, D hidden, H heads,
+N/R nope/rope dims, V value dim, Q query latent, C kv latent, K = N + R (expanded) or C + R (absorbed), J index heads, X
+index head dim.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class RaggedStep:
     cos_MR2: Tensor
     sin_MR2: Tensor
     slots_M: Tensor
-    positions_M: Tensor
     lengths_M: Tensor
+    rows_M: Tensor
+    """Where token m is written: row of the cache's entries, all blocks in order."""
+    table_UZ: Tensor
     sparse: bool
 
 
@@ -130,7 +133,7 @@ class MultiHeadLatentAttention(nn.Module):
         """
         q_latent_MQ = self.q_a_layernorm(self.q_a_proj(x_MD))
         latent_MC, rope_MR = self._latents(x_MD, step.cos_MR2, step.sin_MR2)
-        latent_PSK[step.slots_M, step.positions_M] = torch.cat([latent_MC, rope_MR], dim=-1).to(latent_PSK.dtype)
+        _write(latent_PSK, step.rows_M, torch.cat([latent_MC, rope_MR], dim=-1))
         up_HEC = self.kv_b_proj.weight.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
         q_MHE = self.q_b_proj(q_latent_MQ).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
         absorbed_HMC = torch.bmm(q_MHE[..., : self.nope_dim].transpose(0, 1), up_HEC[:, : self.nope_dim])
@@ -139,17 +142,17 @@ class MultiHeadLatentAttention(nn.Module):
         place = (step.slots_M, step.lengths_M)
         out_MHC = None
         if step.sparse and self.indexer is not None:
-            keys_MX = self.indexer.keys(x_MD, step.cos_MR2, step.sin_MR2)
-            index_keys_PSX[step.slots_M, step.positions_M] = keys_MX.to(index_keys_PSX.dtype)
+            _write(index_keys_PSX, step.rows_M, self.indexer.keys(x_MD, step.cos_MR2, step.sin_MR2))
             iq_MJX, iw_MJ = self.indexer.queries(x_MD, q_latent_MQ, step.cos_MR2, step.sin_MR2)
             iw_MJ = iw_MJ * self.indexer.scale
             if self.lends_selection:
-                shared = [dispatch.ragged_select(iq_MJX, iw_MJ, index_keys_PSX, *place, self.index_topk)]
+                shared = [dispatch.ragged_select(iq_MJX, iw_MJ, index_keys_PSX, *place, self.index_topk, step.table_UZ)]
             else:
                 out_MHC = dispatch.ragged_dsa(q_MHK, iq_MJX, iw_MJ, latent_PSK, index_keys_PSX, *place, self.index_topk,
-                                              self.scale, self.latent_dim)
+                                              self.scale, self.latent_dim, step.table_UZ)
         if out_MHC is None:
-            out_MHC = dispatch.ragged_attention(q_MHK, latent_PSK, *place, shared[0], self.scale, self.latent_dim)
+            out_MHC = dispatch.ragged_attention(q_MHK, latent_PSK, *place, shared[0], self.scale, self.latent_dim,
+                                                step.table_UZ)
         out_HMV = torch.bmm(out_MHC.transpose(0, 1), up_HEC[:, self.nope_dim :].transpose(1, 2))
         return self.o_proj(out_HMV.transpose(0, 1).flatten(1)), shared
 
@@ -191,3 +194,8 @@ class MultiHeadLatentAttention(nn.Module):
             return out_BtHV, mask_BtS, None
         target_BtS = dispatch.attention_targets(q_BtHK.detach(), k_BSHK.detach(), mask_BtS, self.scale)
         return out_BtHV, mask_BtS, dispatch.indexer_kl(scores_BtS, target_BtS, mask_BtS)
+
+
+def _write(cache: Tensor, rows_M: Tensor, entries: Tensor) -> None:
+    """Store ``entries`` [M, dim] at ``rows_M`` of a cache [P, S, dim]."""
+    cache.view(-1, cache.shape[-1]).index_copy_(0, rows_M, entries.to(cache.dtype))

@@ -57,7 +57,7 @@ class DecoderLayer(nn.Module):
 
     def ragged(self, hidden_MD: Tensor, step: RaggedStep, latent_PSK: Tensor, index_keys_PSX: Tensor,
                shared: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """The same block over a slot cache; see ``MultiHeadLatentAttention.ragged``."""
+        """The same block over a paged cache; see ``MultiHeadLatentAttention.ragged``."""
         x_MD = self.input_layernorm(hidden_MD)
         out_MD, shared = self.self_attn.ragged(x_MD, step, latent_PSK, index_keys_PSX, shared)
         hidden_MD = hidden_MD + out_MD
