@@ -67,6 +67,7 @@ class PrefixCache:
         self._pool = BlockPool(num_blocks)
         self._tree = PrefixTree(self._pool, block_size)
         self._idle = list(range(num_slots - 1, -1, -1))
+        self._is_busy = np.zeros(num_slots, bool)
         self._pinned: list[Node | None] = [None] * num_slots
         self._published = np.zeros(num_slots, np.int64)
         self._versions = np.zeros(num_slots, np.int64)
@@ -89,7 +90,7 @@ class PrefixCache:
     @property
     def num_growing(self) -> int:
         """Running sequences that may take more blocks."""
-        return int(((self.num_blocks_U > 0) & (self.num_blocks_U < self.table_UZ.shape[1])).sum())
+        return int((self._is_busy & (self.num_blocks_U < self.table_UZ.shape[1])).sum())
 
     @property
     def capacity(self) -> int:
@@ -124,6 +125,7 @@ class PrefixCache:
                 return None
             copy = BlockCopy(match.blocks[whole], self._pool.take())
         slot = self._idle.pop()
+        self._is_busy[slot] = True
         blocks = [*shared, copy.target] if copy else shared
         self.table_UZ[slot, : len(blocks)] = blocks
         self.num_blocks_U[slot] = len(blocks)
@@ -172,6 +174,7 @@ class PrefixCache:
         self._pool.drop(self.table_UZ[slot, : self.num_blocks_U[slot]].tolist())
         self.num_blocks_U[slot] = self.lengths_U[slot] = 0
         self._idle.append(slot)
+        self._is_busy[slot] = False
 
     def set_version(self, version: int) -> None:
         """New weights: nothing computed before is shared again. Running sequences keep what they have."""
