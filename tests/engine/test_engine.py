@@ -19,6 +19,7 @@ from glm5.engine.engine import Engine
 from glm5.engine.generation import Generation
 from glm5.engine.requests import Completion, ContextLengthError, EngineClosedError, InvalidRequestError, QueueFullError
 from glm5.errors import ConfigError, EngineError
+from glm5.model.cache import bytes_per_token
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.records import SamplingParams
 
@@ -42,6 +43,10 @@ def sampled(new: int = 12, seed: int | None = None) -> SamplingParams:
 
 def results(handles: list[Generation]) -> list[Completion]:
     return [handle.result(WAIT_S) for handle in handles]
+
+
+def cache_bytes(model: GlmMoeDsaForCausalLM, tokens: int, with_mtp: bool = False) -> int:
+    return tokens * bytes_per_token(model.config, torch.float32, 128, with_mtp)
 
 
 def by_full_forward(model: GlmMoeDsaForCausalLM, prompt: list[int], new: int) -> list[int]:
@@ -133,6 +138,51 @@ def test_many_more_requests_than_slots_all_finish(make_engine: MakeEngine) -> No
     expected = results([roomy.submit(prompt, greedy(6)) for prompt in asked])
     assert [item.output_ids for item in found] == [item.output_ids for item in expected]
     assert engine.stats().running == engine.stats().queued == 0
+
+
+def test_preemption_loses_nothing(model: GlmMoeDsaForCausalLM, make_engine: MakeEngine) -> None:
+    asked = prompts(24, seed=12, low=5, high=40)
+    params = [sampled(20, seed=seed) if seed % 2 else greedy(20) for seed in range(24)]
+    small = make_engine(block_size=8, cache_bytes=cache_bytes(model, 160))
+    expected = make_engine(max_slots=24, prefix_cache=False)
+    handles = [small.submit(prompt, one, priority=n % 3) for n, (prompt, one) in enumerate(zip(asked, params, strict=True))]
+    for handle, prompt, one in zip(handles, asked, params, strict=True):
+        found, wanted = handle.result(WAIT_S), expected.submit(prompt, one).result(WAIT_S)
+        assert found.output_ids == wanted.output_ids and len(found.weight_versions) == 20
+        assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+    stats = small.stats()
+    assert stats.preemptions > 0 and stats.cache_bytes <= cache_bytes(model, 160)
+    assert stats.cache_blocks_used <= stats.cache_blocks == 20
+
+
+def test_a_preempted_request_keeps_its_penalties_prompt_scores_and_versions(
+    model: GlmMoeDsaForCausalLM, make_engine: MakeEngine, checkpoints: tuple[Path, Path]
+) -> None:
+    engine = make_engine(max_slots=1, prefill_chunk=8)
+    prompt = prompts(1, seed=13, low=30, high=31)[0]
+    params = SamplingParams(
+        temperature=0, max_new_tokens=30, stop_token_ids=(), frequency_penalty=1.5, repetition_penalty=1.3
+    )
+    alone = engine.submit(prompt, params, prompt_logprobs=True).result(WAIT_S)
+    low = engine.submit(prompt, params, prompt_logprobs=True)
+    for known in (1, 10, 20):
+        while len(low.sequence.versions) < known:
+            time.sleep(0.0005)
+        engine.submit([7, 8], greedy(2), priority=1).result(WAIT_S)
+    found = low.result(WAIT_S)
+    assert engine.stats().preemptions >= 1
+    assert found.output_ids == alone.output_ids and found.prompt_logprobs[0] is None
+    assert found.prompt_logprobs[1:] == pytest.approx(alone.prompt_logprobs[1:], abs=1e-5)
+
+
+def test_a_prompt_that_no_cache_can_hold_is_refused(model: GlmMoeDsaForCausalLM, make_engine: MakeEngine) -> None:
+    engine = make_engine(cache_bytes=cache_bytes(model, 64))
+    assert engine.max_context == 64
+    with pytest.raises(ContextLengthError, match="64 tokens and the prompt has 64"):
+        engine.submit([1] * 64)
+    assert len(engine.submit([1] * 60, greedy(50)).result(WAIT_S).output_ids) == 4
+    with pytest.raises(ConfigError, match="cache_bytes=100: holds 0 blocks"):
+        make_engine(cache_bytes=100)
 
 
 def test_the_prefix_cache_changes_no_token(make_engine: MakeEngine) -> None:

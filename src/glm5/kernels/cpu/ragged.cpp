@@ -152,15 +152,16 @@ struct Cache {
     template <class T> const T* base() const { return static_cast<const T*>(entries); }
     template <class T> const T* at(int64_t slot, int64_t s) const { return base<T>() + row(slot, s) * dim; }
 
-    // Rows of n positions of a slot; without positions of the first n.
+    // Rows of n ascending positions of a slot; without positions of the first n.
     void rows(int64_t slot, const int32_t* positions, int64_t n, int32_t* out) const {
         const int32_t* mine = table + slot * width;
-        if (positions) {
-            for (int64_t i = 0; i < n; i++) out[i] = (int32_t)(mine[positions[i] / block] * block + positions[i] % block);
-            return;
+        for (int64_t i = 0, stop = block; i < n; stop += block) {
+            int32_t shift = (int32_t)(*mine++ * block + block - stop);
+            if (positions)
+                for (; i < n && positions[i] < stop; i++) out[i] = positions[i] + shift;
+            else
+                for (; i < at_most(n, stop); i++) out[i] = (int32_t)i + shift;
         }
-        for (int64_t s = 0; s < n; s += block)
-            for (int64_t i = s; i < at_most(n, s + block); i++) out[i] = (int32_t)(mine[s / block] * block + i - s);
     }
 };
 
