@@ -26,6 +26,9 @@ app.add_typer(model_app, name="model")
 ledger_app = typer.Typer(no_args_is_help=True, help="Episodes that an RL run recorded.")
 app.add_typer(ledger_app, name="ledger")
 
+bench_app = typer.Typer(no_args_is_help=True, help="Measurements against other implementations.")
+app.add_typer(bench_app, name="bench")
+
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides such as steps=100 or optimizer.lr=3e-4.")]
 Port = Annotated[int, typer.Option(help="TCP port; 0 takes a free one.")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
@@ -282,6 +285,22 @@ def ledger_replay(run_dir: RunDir, episode_id: str,
     print(transcript(item, checkpoint), file=sys.stderr if as_json else sys.stdout)
     if score:
         _print_results(f"ledger replay {episode_id}", mismatch_rows(item, checkpoint), as_json)
+
+
+@bench_app.command("engine")
+def bench_engine(quick: Annotated[bool, typer.Option(help="Small sizes and one round: does everything run?")] = False,
+                 rounds: Annotated[int, typer.Option(help="Alternating rounds; the rows are their medians.")] = 3,
+                 threads: Annotated[int, typer.Option(help="Threads of every candidate; 0 takes all cores.")] = 0,
+                 llama_source: Annotated[Path | None, typer.Option(help="Source tree of llama.cpp, for its converter; "
+                                                                        "without it llama.cpp is left out.")] = None,
+                 checkpoint: Annotated[Path | None, typer.Option(help="Trained checkpoint for the rows of speculative "
+                                                                      "decoding.")] = None,
+                 as_json: Annotated[bool, typer.Option("--json", help="Print the result object.")] = False) -> None:
+    """The engine against Transformers and llama.cpp, at long context, in a session, and while weights change."""
+    from glm5.engine.benchmark import Options, measure
+
+    options = Options(quick=quick, rounds=rounds, threads=threads, llama_source=llama_source, checkpoint=checkpoint)
+    _print_results("bench engine", measure(options), as_json)
 
 
 def _run_dir(config: Path, name: str) -> Path:
