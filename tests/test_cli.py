@@ -36,6 +36,8 @@ def test_help_names_every_command_without_loading_torch():
     (("generate", "no-such-directory", "hello"), ["no-such-directory"]),
     (("env", "check", "no-such-taskset"), ["no-such-taskset", "installed"]),
     (("model", "info", "no-such-preset"), ["no-such-preset", "nano"]),
+    (("data", "dedup", "no-such-folder", "--output", "kept.jsonl"), ["no-such-folder", "no such file or folder"]),
+    (("data", "inspect", f"{CONFIGS}/pretrain.toml", "--tokenizer", "no-such-tokenizer"), ["no-such-tokenizer"]),
 ])
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, tmp_path):
     done = glm5(*arguments)

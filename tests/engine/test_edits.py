@@ -82,7 +82,9 @@ def test_a_biased_request_samples_what_it_is_told_and_reports_the_models_log_pro
     prompt, plain = [1, 2, 3], {"temperature": 0.0, "stop_token_ids": ()}
     forced = engine.submit(prompt, SamplingParams(max_new_tokens=4, logit_bias=((7, 1000.0),), **plain)).result()
     assert forced.output_ids == [7] * 4
-    scored = engine.submit([*prompt, *forced.output_ids], SamplingParams(max_new_tokens=0), prompt_logprobs=True).result()
+    scored = engine.submit(
+        [*prompt, *forced.output_ids], SamplingParams(max_new_tokens=0), prompt_logprobs=True
+    ).result()
     assert forced.logprobs == pytest.approx(scored.prompt_logprobs[len(prompt) :], abs=1e-4)
 
 

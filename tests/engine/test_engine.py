@@ -22,6 +22,7 @@ from glm5.errors import ConfigError, EngineError
 from glm5.model.cache import bytes_per_token
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.records import SamplingParams
+from glm5.train.losses import token_logprobs
 
 from .conftest import STOP, VOCABULARY, MakeEngine, make_model
 
@@ -100,6 +101,26 @@ def test_prompt_log_probs_equal_the_forward_pass_across_chunks(
         assert item.output_ids == [] and item.finish_reason == "length"
         assert item.prompt_logprobs[0] is None and len(item.prompt_logprobs) == len(prompt)
         assert (torch.tensor(item.prompt_logprobs[1:]) - log_softmax_of(model, prompt)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_equal_the_trainers(model: GlmMoeDsaForCausalLM, make_engine: MakeEngine, temperature: float) -> None:
+    """Chosen, most likely and prompt tokens, in batches and chunks, against what the loss of the trainer sees."""
+    engine = make_engine(prefill_chunk=9)
+    params = SamplingParams(temperature=temperature, max_new_tokens=20, stop_token_ids=(), top_logprobs=3)
+    for prompt, handle in [(prompt, engine.submit(prompt, params, prompt_logprobs=True)) for prompt in prompts(8, 15)]:
+        item = handle.result(WAIT_S)
+        ids = torch.tensor(prompt + item.output_ids)
+        with torch.no_grad():
+            hidden_MD = model.hidden(ids[None]).hidden_BTD[0]
+            expected = token_logprobs(hidden_MD[:-1], model.lm_head.weight, ids[1:], temperature)
+            everything = (model.lm_head(hidden_MD[len(prompt) - 1 : -1]) / temperature).log_softmax(-1)
+        found = torch.tensor(item.prompt_logprobs[1:] + item.logprobs)
+        assert (found - expected).abs().max() < 1e-5
+        best = everything.topk(3, dim=-1)
+        tops = handle.sequence.top_logprobs
+        assert [[token for token, _ in top] for top in tops] == best.indices.tolist()
+        assert (torch.tensor([[value for _, value in top] for top in tops]) - best.values).abs().max() < 1e-5
 
 
 def test_a_seeded_request_gives_the_same_tokens_in_any_company(make_engine: MakeEngine) -> None:

@@ -21,7 +21,7 @@ from glm5.tokenizer.bpe import train_tokenizer
 from .conftest import tiny_config
 
 pytest.importorskip("llguidance")
-TOKENIZER = train_tokenizer(["plain words, über 日本語 😀 {\"a\": 1} " * 30], 330)
+TOKENIZER = train_tokenizer(['plain words, über 日本語 😀 {"a": 1} ' * 30], 330)
 GRAMMARS = Grammars(TOKENIZER)
 
 
@@ -35,8 +35,12 @@ def engine() -> Iterator[Engine]:
 
 
 def test_a_random_model_writes_what_the_grammar_says_beside_free_requests(engine: Engine) -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 999}, "w": {"enum": ["x", "yy"]}},
-              "required": ["n", "w"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 999}, "w": {"enum": ["x", "yy"]}},
+        "required": ["n", "w"],
+        "additionalProperties": False,
+    }
     grammar = f"start: %json {json.dumps(schema)}"
     free = engine.submit([5, 6], SamplingParams(max_new_tokens=40, seed=3, stop_token_ids=()))
     bound = [engine.submit([7], SamplingParams(max_new_tokens=200, seed=seed, grammar=grammar)) for seed in range(4)]

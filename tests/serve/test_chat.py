@@ -224,6 +224,7 @@ def test_log_probs_and_token_ids_cover_every_sampled_id(tokenizer: Tokenizer) ->
         ({"messages": []}, 400, "messages"),
         ({"messages": "hi"}, 400, "messages"),
         ({"messages": [3]}, 400, "messages"),
+        ({"messages": [{"role": {}, "content": "x"}]}, 400, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, 400, "messages"),
         ({"n": 0}, 400, "n"),
         ({"n": 10**6}, 400, "n"),

@@ -1,4 +1,4 @@
-"""The official clients against a real server: responses, messages, forced calls and JSON, several choices, log-probs."""
+"""The official clients against a real server: responses, messages, forced calls, JSON, several choices, log-probs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 FUNCTION = {"name": "weather", "description": "Weather of a city", "parameters": PARAMETERS}
-SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
 
 
 def claude(server: Server) -> anthropic.Anthropic:
@@ -35,8 +40,14 @@ def test_a_forced_call_follows_its_schema(server: Server, choice: Any) -> None:
     other = {"type": "function", "function": {"name": "nothing"}}
     with server.client() as client:
         answer = client.chat.completions.create(
-            model=MODEL, messages=USER, tools=[{"type": "function", "function": FUNCTION}, other], tool_choice=choice,
-            parallel_tool_calls=False, max_tokens=200, seed=2, extra_body={"enable_thinking": False},
+            model=MODEL,
+            messages=USER,
+            tools=[{"type": "function", "function": FUNCTION}, other],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            max_tokens=200,
+            seed=2,
+            extra_body={"enable_thinking": False},
         )
     call = answer.choices[0].message.tool_calls[0]
     assert answer.choices[0].finish_reason == "tool_calls" and len(answer.choices[0].message.tool_calls) == 1
@@ -48,7 +59,11 @@ def test_json_content_follows_its_schema(server: Server) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "v", "schema": SCHEMA, "strict": True}}
     with server.client() as client:
         answer = client.chat.completions.create(
-            model=MODEL, messages=USER, response_format=wanted, max_tokens=100, seed=1,
+            model=MODEL,
+            messages=USER,
+            response_format=wanted,
+            max_tokens=100,
+            seed=1,
             extra_body={"enable_thinking": False},
         )
         with pytest.raises(openai.BadRequestError, match="objekt"):
@@ -59,7 +74,13 @@ def test_json_content_follows_its_schema(server: Server) -> None:
 
 def test_several_choices_stream_as_they_are_whole_and_differ(server: Server) -> None:
     asked: dict[str, Any] = {
-        "model": MODEL, "messages": USER, "max_tokens": 20, "n": 3, "seed": 7, "logprobs": True, "top_logprobs": 2,
+        "model": MODEL,
+        "messages": USER,
+        "max_tokens": 20,
+        "n": 3,
+        "seed": 7,
+        "logprobs": True,
+        "top_logprobs": 2,
         "extra_body": {"enable_thinking": False, "min_p": 0.01},
     }
     with server.client() as client:
@@ -80,7 +101,12 @@ def test_penalties_and_bias_reach_the_sampler(server: Server) -> None:
     token = server.tokenizer.encode("z")[0]
     with server.client() as client:
         answer = client.completions.create(
-            model=MODEL, prompt=["a", "b"], max_tokens=5, logit_bias={str(token): 100}, n=2, logprobs=1,
+            model=MODEL,
+            prompt=["a", "b"],
+            max_tokens=5,
+            logit_bias={str(token): 100},
+            n=2,
+            logprobs=1,
             presence_penalty=0.1,
         )
     assert [choice.text for choice in answer.choices] == ["zzzzz"] * 4
@@ -97,13 +123,15 @@ def test_responses_stream_as_they_are_whole_and_continue(server: Server) -> None
             for _ in stream:
                 continue
             streamed = stream.get_final_response() if whole.status == "completed" else None
-        raw = [event for event in client.responses.create(**asked, extra_body=extra, stream=True)]
+        raw = list(client.responses.create(**asked, extra_body=extra, stream=True))
         last = raw[-1].response
         assert [event.sequence_number for event in raw] == list(range(len(raw)))
         assert last.status == whole.status and last.output_text == whole.output_text
         assert [item.type for item in last.output] == [item.type for item in whole.output]
         assert streamed is None or streamed.output_text == whole.output_text
-        more = client.responses.create(model=MODEL, input="and then what does the dog do?", previous_response_id=whole.id, max_output_tokens=4)
+        more = client.responses.create(
+            model=MODEL, input="and then what does the dog do?", previous_response_id=whole.id, max_output_tokens=4
+        )
         assert more.usage.input_tokens > whole.usage.input_tokens and more.usage.output_tokens <= 4
         assert client.responses.retrieve(whole.id).id == whole.id
         client.responses.delete(whole.id)
@@ -115,8 +143,14 @@ def test_a_response_calls_a_function_and_takes_its_result(server: Server) -> Non
     tools: Any = [{"type": "function", **FUNCTION}]
     with server.client() as client:
         first = client.responses.create(
-            model=MODEL, input="weather?", tools=tools, tool_choice="required", max_output_tokens=200,
-            reasoning={"effort": "none"}, parallel_tool_calls=False, extra_body={"seed": 4},
+            model=MODEL,
+            input="weather?",
+            tools=tools,
+            tool_choice="required",
+            max_output_tokens=200,
+            reasoning={"effort": "none"},
+            parallel_tool_calls=False,
+            extra_body={"seed": 4},
         )
         call = next(item for item in first.output if item.type == "function_call")
         check_arguments(json.loads(call.arguments))
@@ -129,7 +163,11 @@ def test_a_response_calls_a_function_and_takes_its_result(server: Server) -> Non
 
 def test_anthropic_messages_stream_as_they_are_whole(server: Server) -> None:
     asked: dict[str, Any] = {
-        "model": MODEL, "max_tokens": 40, "messages": USER, "system": "be brief", "extra_body": {"seed": 5}
+        "model": MODEL,
+        "max_tokens": 40,
+        "messages": USER,
+        "system": "be brief",
+        "extra_body": {"seed": 5},
     }
     with claude(server) as client:
         whole = client.messages.create(**asked)

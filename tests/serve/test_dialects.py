@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm5.serve.anthropic import count_tokens, parse_message
 from glm5.serve.answer import Format, Run, answer_events, answer_whole
+from glm5.serve.anthropic import count_tokens, parse_message
 from glm5.serve.chat import parse_chat
 from glm5.serve.memory import Remembered, ResponseMemory
 from glm5.serve.protocol import ApiError
@@ -30,7 +30,10 @@ PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"
 CHAT_TOOLS = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
 TAGS = ("</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>")
 WORDS = ("add", "a", "b", "3", ' "x" {', "}", "日本😀", "\n", "\\", "stop!", "<tool", "_call>")
-CALL = "<tool_call>add<arg_key>a</arg_key><arg_value>3</arg_value>{}<arg_key>b</arg_key><arg_value>}}\"</arg_value></tool_call>"
+CALL = (
+    "<tool_call>add<arg_key>a</arg_key><arg_value>3</arg_value>{}"
+    '<arg_key>b</arg_key><arg_value>}}"</arg_value></tool_call>'
+)
 TEXTS = st.lists(
     st.one_of(st.sampled_from(TAGS), st.sampled_from(WORDS), st.sampled_from([CALL.format(""), CALL.format("stray")])),
     max_size=14,
@@ -187,7 +190,7 @@ DIALECTS = [
 def test_any_cut_gives_the_same_answer(
     parse: Any, assemble: Read, pick: Any, text: str, cuts: list[int], reason: Any
 ) -> None:
-    ids = TOKENIZER.encode(text, allow_special=True) + [TOKENIZER.special_id("<|user|>")]
+    ids = [*TOKENIZER.encode(text, allow_special=True), TOKENIZER.special_id("<|user|>")]
     expected = pick(read_whole(parse(False), Replay(ids, [], reason)))
     found = assemble(read_events(parse(True), Replay(ids, cuts, reason)))
     assert found == expected
@@ -200,7 +203,10 @@ def test_blocks_follow_the_order_of_the_text_and_calls_stay_whole() -> None:
     assert kinds == ["thinking", "text", "tool_use", "text"]
     assert body["content"][2]["input"] == {"a": 3, "b": '}"'} and body["content"][3]["text"] == "strayafter"
     assert body["stop_reason"] == "max_tokens"
-    assert (body["usage"]["input_tokens"], body["usage"]["cache_read_input_tokens"]) == (len_prompt(message(False)) - 2, 2)
+    assert (body["usage"]["input_tokens"], body["usage"]["cache_read_input_tokens"]) == (
+        len_prompt(message(False)) - 2,
+        2,
+    )
 
 
 def len_prompt(form: Format) -> int:
@@ -235,14 +241,20 @@ def test_reasoning_tokens_are_counted_up_to_their_end() -> None:
 def test_anthropic_blocks_render_as_the_chat_form_does() -> None:
     history: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]},
-        {"role": "assistant", "content": [
-            {"type": "thinking", "thinking": "hm", "signature": "s"},
-            {"type": "text", "text": "well"},
-            {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
-        ]},
-        {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]},
-        ]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "well"},
+                {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]},
+            ],
+        },
     ]
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     plain = [
@@ -358,3 +370,21 @@ def test_an_abort_before_the_first_event_is_raised_and_later_it_is_an_event() ->
     assert read_events(response(True), Replay(ids, [1], "abort"))[-1][1]["code"] == "aborted"
 
 
+def test_answers_that_run_ahead_of_a_slow_reader_give_every_token_once() -> None:
+    """Both generations have given all their chunks before the first piece is read."""
+    form = chat(True, n=2, logprobs=True, return_token_ids=True, stop=[])
+    ids = TOKENIZER.encode("one two three four five")
+    sources = [Replay(ids, list(range(1, len(ids))), "length") for _ in range(2)]
+
+    async def read() -> list[bytes]:
+        return [part async for part in answer_events(form, Run(form.request, TOKENIZER, sources))]
+
+    text = b"".join(asyncio.run(read())).decode()
+    found: dict[int, list[int]] = {0: [], 1: []}
+    ends = []
+    for block in text.split("\n\n"):
+        if block.startswith("data: {"):
+            for choice in json.loads(block.removeprefix("data: "))["choices"]:
+                found[choice["index"]] += choice.get("token_ids") or []
+                ends += [choice["index"]] if choice["finish_reason"] else []
+    assert found == {0: ids, 1: ids} and sorted(ends) == [0, 1]

@@ -1,11 +1,13 @@
 """Every stage for three steps on a tiny model and real files, in the order of the recipe."""
 
 import dataclasses
+import io
 import json
 
 import pytest
 import torch
 
+from glm5.data.config import CorpusConfig, FilterConfig, InfillingConfig
 from glm5.data.conversations import read_conversations, render_conversation
 from glm5.errors import CheckpointError, ConfigError, ServiceError
 from glm5.model.checkpoint import load_model
@@ -15,7 +17,15 @@ from glm5.runlog import read_jsonl
 from glm5.tokenizer.bpe import load_tokenizer, train_tokenizer
 from glm5.train.checkpoint import read_meta
 from glm5.train.config import DataConfig, OptimizerConfig, ScheduleConfig, StageConfig
-from glm5.train.stages import resolve_init, run_stage, training_rows
+from glm5.train.scoring import load_scorer
+from glm5.train.stages import (
+    inspect_stage,
+    prepare_documents,
+    prepare_stage,
+    resolve_init,
+    run_stage,
+    training_rows,
+)
 
 from .conftest import tiny_config
 
@@ -186,3 +196,51 @@ def test_a_missing_predecessor_and_a_tokenizer_that_does_not_fit_are_named(world
     small = {**world.config("pretrain").model, "vocab_size": 200}
     with pytest.raises(CheckpointError, match=r"the tokenizer has \d+ ids, the model vocab_size=200"):
         run_stage(world.config("pretrain", model=small), tmp_path / "p")
+
+
+def test_corpora_with_workers_train_as_without_and_the_wait_is_recorded(world, tmp_path):
+    corpora = (CorpusConfig(name="a", sources=(str(world.corpus),), weight=2.0, infilling=InfillingConfig(rate=0.5)),
+               CorpusConfig(name="b", sources=(str(world.corpus),), packing="whole", filters=FilterConfig(min_chars=9)))
+    data = DataConfig(corpora=corpora, held_out_fraction=0.3, held_out_rows=4, recall_fraction=0.3, shard_chars=2000,
+                      recall_kinds=("needles", "turns"))
+    plain = run_stage(world.config("pretrain", data=data), tmp_path / "plain" / "p")
+    ahead = run_stage(world.config("pretrain", data=dataclasses.replace(data, workers=2)), tmp_path / "ahead" / "p")
+    assert all(torch.equal(value, weights(ahead)[name]) for name, value in weights(plain).items())
+    for name in ("plain", "ahead"):
+        records = read_jsonl(tmp_path / name / "p" / "metrics.jsonl")
+        assert len(records) == 3 and all(0 <= record["data_wait"] < 1 for record in records)
+        finished = read_jsonl(tmp_path / name / "p" / "events.jsonl")[-1]
+        assert finished["kind"] == "stage_finished" and finished["data_wait_s"] > 0
+
+
+def test_documents_are_kept_by_their_perplexity_under_a_checkpoint(world, tmp_path):
+    checkpoint = run_stage(world.config("pretrain"), tmp_path / "p")
+    filters = FilterConfig(perplexity_model=str(checkpoint), perplexity_quantiles=(0.0, 0.5))
+    data = DataConfig(corpora=(CorpusConfig(sources=(str(world.corpus),), filters=filters),))
+    tokenizer = load_tokenizer(checkpoint)
+    facts = prepare_documents(data, 48, tokenizer, tmp_path / "cache").facts["text"]
+    assert (facts["kept"], facts["dropped"]) == (4, {"perplexity": 4})
+
+    texts = ["word1 = value(1);", "", "word2 = value(2); word3"]
+    model = load_model(checkpoint)
+    for text, score in zip(texts, load_scorer(str(checkpoint))(texts), strict=True):
+        ids = torch.tensor([[tokenizer.pad_id, *tokenizer.encode(text)]])
+        places, documents = torch.arange(ids.shape[1])[None], torch.zeros_like(ids)
+        hidden = model.hidden(ids, places, documents, attention="dense").hidden_BTD
+        logits = model.lm_head(hidden)[0, :-1].float()
+        nats = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item() if text else 0.0
+        assert score == pytest.approx(nats / max(len(text), 1), rel=1e-4)
+
+
+def test_a_stage_is_prepared_and_shown_before_it_runs(world, tmp_path):
+    tokenizer = load_tokenizer(world.tokenizer)
+    config = world.config("pretrain", data=DataConfig(sources=(str(world.corpus),), held_out_fraction=0.3))
+    rows = {row["name"]: row["value"] for row in prepare_stage(config, tokenizer, tmp_path / "p")}
+    assert rows["data.text.read"] == 8 and rows["data.tokens.train"] > rows["data.tokens.held_out"] > 0
+    assert not prepare_documents(config.data, 48, tokenizer, tmp_path / "token-cache").pending("train")
+    out = io.StringIO()
+    summary, shown = inspect_stage(config, tokenizer, tmp_path / "p", range(1, 3), out)
+    assert [(item["step"], item["row"]) for item in shown] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert summary[0]["value"] == 4 and "── step 1 row 0: 48 tokens" in out.getvalue()
+    with pytest.raises(ConfigError, match="reads conversations"):
+        prepare_stage(world.config("sft"), tokenizer, tmp_path / "p")

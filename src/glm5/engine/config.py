@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from glm5.device import AUTO
 from glm5.errors import ConfigError
 
 MAX_DRAFTS = 7
@@ -34,8 +35,8 @@ class EngineConfig:
     """``sparse`` attends to the indexer's top-k, ``dense`` to every key."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and cache; ``auto`` keeps the dtype of the checkpoint."""
-    device: str = "cpu"
-    """Where weights and cache live."""
+    device: str = AUTO
+    """Where weights and cache live: a name of ``glm5.device``."""
     threads: int = 0
     """Threads of one step; 0 leaves the library's choice."""
     seed: int | None = None

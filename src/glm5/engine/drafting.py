@@ -21,6 +21,7 @@ from torch import Tensor
 
 from glm5.engine.prefix_cache import PrefixCache
 from glm5.engine.sampler import RowSettings, sample
+from glm5.engine.tensor_parallel import LedModel
 from glm5.model.cache import KeyCache
 from glm5.model.transformer import Attention, GlmMoeDsaForCausalLM
 
@@ -37,7 +38,7 @@ class Drafter:
 
     def extend(
         self,
-        model: GlmMoeDsaForCausalLM,
+        model: GlmMoeDsaForCausalLM | LedModel,
         hidden_MD: Tensor,
         next_ids_M: np.ndarray,
         positions_M: np.ndarray,
@@ -48,7 +49,7 @@ class Drafter:
         return model.ragged_mtp(hidden_MD, *place, self._keys, self._attention)
 
     def draft(
-        self, model: GlmMoeDsaForCausalLM, hidden_MD: Tensor, slots: np.ndarray, wanted: np.ndarray, settings: RowSettings
+        self, model: GlmMoeDsaForCausalLM | LedModel, hidden_MD: Tensor, slots: np.ndarray, wanted: np.ndarray, settings: RowSettings
     ) -> None:
         """Draw ``wanted`` drafts, one number a row, for ``slots``.
 

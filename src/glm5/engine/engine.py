@@ -21,25 +21,30 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 import torch
 
 from glm5.engine.config import EngineConfig
 from glm5.engine.drafting import DraftControl
 from glm5.engine.generation import Generation, wake
 from glm5.engine.grammar import Grammars
+from glm5.engine.handover import CachedPrefix
 from glm5.engine.prefix_cache import PrefixCache
 from glm5.engine.replacement import load_replacement, load_weights
 from glm5.engine.requests import EngineClosedError, InvalidRequestError, Sequence, check_prompt, check_sampling
 from glm5.engine.runner import Runner, StepResult
 from glm5.engine.sampler import mix_seed
 from glm5.engine.scheduler import Scheduler, StepPlan
+from glm5.engine.tensor_parallel import LedModel
 from glm5.errors import ConfigError, EngineError, Glm5Error
 from glm5.model.cache import bytes_per_token
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.records import FinishReason, SamplingParams
 
 _IDLE_WAIT_S = 1.0
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -86,7 +91,7 @@ class Engine:
 
     def __init__(
         self,
-        model: GlmMoeDsaForCausalLM,
+        model: GlmMoeDsaForCausalLM | LedModel,
         stop_ids: SequenceOf[int],
         config: EngineConfig | None = None,
         *,
@@ -243,6 +248,41 @@ class Engine:
             success=True, message="", weight_version=version, load_ms=(time.perf_counter() - start) * 1e3
         )
 
+    def cached_length(self, ids: list[int], timeout_s: float = 60) -> int:
+        """How many leading tokens of ``ids`` are in the prefix cache."""
+        return self._call(lambda: self._cache.find(np.array(ids, np.int64))[0], timeout_s)
+
+    def export_prefix(self, ids: list[int], timeout_s: float = 60) -> CachedPrefix:
+        """The keys of the leading tokens of ``ids`` that are in the prefix cache."""
+
+        def read() -> CachedPrefix:
+            length, blocks = self._cache.find(np.array(ids, np.int64))
+            entries = self._runner.read_blocks(blocks) if length else []
+            return CachedPrefix(length=length, version=self.weight_version, entries=entries)
+
+        return self._call(read, timeout_s)
+
+    def import_prefix(self, ids: list[int], prefix: CachedPrefix, timeout_s: float = 60) -> None:
+        """Put ``prefix``, keys of the beginning of ``ids``, into the prefix cache.
+
+        Raises EngineError when it comes from other weights or from a cache of another layout. A full cache takes
+        nothing.
+        """
+
+        def write() -> None:
+            if prefix.version != self.weight_version:
+                raise EngineError(
+                    f"cached prefix: computed by weight version {prefix.version}, {self.weight_version} is in force"
+                )
+            if prefix.length:
+                tokens = np.array(ids[: prefix.length], np.int64)
+                self._cache.adopt(tokens, lambda blocks: self._runner.write_blocks(blocks, prefix.entries))
+
+        try:
+            self._call(write, timeout_s)
+        except ValueError as error:
+            raise EngineError(f"cached prefix: {error}") from None
+
     def ping(self, timeout_s: float) -> None:
         """Return at the next step boundary. Raises EngineError past the deadline or after the end."""
         if self._is_closed:
@@ -286,9 +326,9 @@ class Engine:
         self._inbox.append(action)
         self._wakeup.set()
 
-    def _call(self, action: Callable[[], None], timeout_s: float) -> None:
+    def _call(self, action: Callable[[], T], timeout_s: float) -> T:
         """Run ``action`` at the next step boundary and wait for it; past the deadline it will not run."""
-        future: Future[None] = Future()
+        future: Future[T] = Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
@@ -300,11 +340,10 @@ class Engine:
 
         self._post(run)
         try:
-            future.result(timeout_s)
+            return future.result(timeout_s)
         except TimeoutError:
             if not future.cancel():  # it started meanwhile and is about to end
-                future.result(timeout_s)
-                return
+                return future.result(timeout_s)
             raise EngineError(f"engine: no step boundary within {timeout_s:.0f} s; it is overloaded or stuck") from None
 
     def _run(self) -> None:
@@ -453,7 +492,7 @@ class Engine:
             wake(wakeups)
 
 
-def _count_blocks(model: GlmMoeDsaForCausalLM, config: EngineConfig, max_context: int) -> int:
+def _count_blocks(model: GlmMoeDsaForCausalLM | LedModel, config: EngineConfig, max_context: int) -> int:
     """Blocks that ``config`` allows. Raises ConfigError when they hold no prompt and answer."""
     if not config.cache_bytes:
         return config.max_slots * -(-max_context // config.block_size) + (config.speculative > 0)
@@ -467,7 +506,7 @@ def _count_blocks(model: GlmMoeDsaForCausalLM, config: EngineConfig, max_context
     return blocks
 
 
-def _check_drafting(model: GlmMoeDsaForCausalLM, config: EngineConfig) -> None:
+def _check_drafting(model: GlmMoeDsaForCausalLM | LedModel, config: EngineConfig) -> None:
     if config.speculative and not model.config.num_nextn_predict_layers:
         raise ConfigError(
             f"speculative={config.speculative}: the model has no MTP layer to draft with; leave it 0 or serve a "

@@ -14,6 +14,7 @@ Letters: U slots, Z blocks of a slot.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -175,6 +176,24 @@ class PrefixCache:
         self.num_blocks_U[slot] = self.lengths_U[slot] = 0
         self._idle.append(slot)
         self._is_busy[slot] = False
+
+    def find(self, tokens: np.ndarray) -> tuple[int, list[int]]:
+        """How many leading tokens are cached for reuse, and the blocks that hold them."""
+        match = self._tree.match(tokens if self.is_enabled else tokens[:0])
+        return match.length, match.blocks
+
+    def adopt(self, tokens: np.ndarray, write: Callable[[list[int]], None]) -> bool:
+        """Make ``tokens`` known whose keys ``write`` stores in the blocks that it is given; False when there is no room."""
+        count = self.blocks_of(len(tokens))
+        if not self.is_enabled or not self._make_room(count):
+            return False
+        blocks = [self._pool.take() for _ in range(count)]
+        try:
+            write(blocks)
+            self._tree.insert(self._tree.root, tokens, blocks)
+        finally:
+            self._pool.drop(blocks)
+        return True
 
     def set_version(self, version: int) -> None:
         """New weights: nothing computed before is shared again. Running sequences keep what they have."""

@@ -106,7 +106,7 @@ class PrefixTree:
     def insert(self, node: Node, tokens: np.ndarray, blocks: list[int]) -> Node:
         """Make ``tokens``, whose keys are in ``blocks``, known behind ``node``; the node where they end.
 
-        What is known already keeps its own blocks. A leaf that ends inside a block gives way to a longer one.
+        What is known already keeps its own blocks. Leaves that end inside a block give way to a longer one.
         """
         while len(tokens):
             child, shared = _longest_child(node, tokens)
@@ -117,8 +117,10 @@ class PrefixTree:
                 continue
             if shared == len(tokens):
                 break
-            if child is not None and shared == len(child.tokens) and not child.pins:
-                self._remove(child)
+            for other in list(node.children.get(int(tokens[0]), ())):
+                # It may end in a block of ours, which must not be in the tree twice.
+                if not other.pins and common_prefix(other.tokens, tokens) == len(other.tokens):
+                    self._remove(other)
             new = Node(tokens.copy(), list(blocks), node)
             self._pool.share(blocks)
             node.children.setdefault(int(tokens[0]), []).append(new)

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 
+from glm5.device import find_device
 from glm5.engine.config import EngineConfig
+from glm5.engine.tensor_parallel import LedModel
 from glm5.errors import CheckpointError
 from glm5.model.checkpoint import load_model
 from glm5.model.transformer import GlmMoeDsaForCausalLM
@@ -23,11 +25,11 @@ _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_weights(directory: str | Path, config: EngineConfig) -> GlmMoeDsaForCausalLM:
     """The model in ``directory`` in the engine's type and on its device. Raises CheckpointError or ConfigError."""
-    return load_model(directory, dtype=_DTYPES[config.dtype], device=config.device)
+    return load_model(directory, dtype=_DTYPES[config.dtype], device=find_device(config.device))
 
 
 def load_replacement(
-    directory: str | Path, config: EngineConfig, current: GlmMoeDsaForCausalLM
+    directory: str | Path, config: EngineConfig, current: GlmMoeDsaForCausalLM | LedModel
 ) -> GlmMoeDsaForCausalLM:
     """A verified model that may take the place of ``current``. Raises CheckpointError or ConfigError."""
     verify_checksums(Path(directory))
@@ -39,7 +41,7 @@ def load_replacement(
             f"{directory}: its tensors differ in name, shape or type from those being served; start another server"
         )
     for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
+        if not torch.isfinite(tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor).all():
             raise CheckpointError(f"{directory}: {name} has values that are not finite; publish good weights")
     return model
 

@@ -25,7 +25,7 @@ from glm5.engine.prefix_cache import PrefixCache
 from glm5.engine.requests import Sequence, TopLogprobs
 from glm5.engine.sampler import RowSettings, log_probs, mix_seed, sample, top_log_probs
 from glm5.engine.scheduler import PrefillChunk, StepPlan
-from glm5.model.cache import KeyCache
+from glm5.engine.tensor_parallel import LedModel
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 
 
@@ -71,15 +71,14 @@ class _Batch:
 class Runner:
     """Owns the key cache and the per-slot sampling state; ``model`` may be replaced between steps."""
 
-    def __init__(self, model: GlmMoeDsaForCausalLM, cache: PrefixCache, config: EngineConfig) -> None:
+    def __init__(self, model: GlmMoeDsaForCausalLM | LedModel, cache: PrefixCache, config: EngineConfig) -> None:
         self.model = model
         self._cache = cache
         self._attention = config.attention
-        self._device = torch.device(config.device)
+        self._device = model.lm_head.weight.device
         num_slots = len(cache.lengths_U)
         weight = model.lm_head.weight
-        self._keys = KeyCache(
-            model.config,
+        self._keys = model.new_cache(
             cache.num_blocks,
             cache.block_size,
             weight.dtype,
@@ -108,6 +107,14 @@ class Runner:
         """Memory of the key cache."""
         return self._keys.bytes
 
+    def read_blocks(self, blocks: list[int]) -> list[Tensor]:
+        """Copies of the entries of ``blocks``, on the host."""
+        return [tensor.cpu() for tensor in self._keys.read_blocks(torch.tensor(blocks, device=self._device))]
+
+    def write_blocks(self, blocks: list[int], entries: list[Tensor]) -> None:
+        """Store what ``read_blocks`` gave. Raises ValueError for entries of another kind of cache."""
+        self._keys.write_blocks(torch.tensor(blocks, device=self._device), entries)
+
     @torch.inference_mode()
     def step(self, plan: StepPlan, is_drafting: bool = False) -> StepResult:
         """Compute ``plan``: append keys, sample for every sequence that is at the end of what it knows.
@@ -119,6 +126,8 @@ class Runner:
         if self._keys.table_UZ.device.type != "cpu":
             self._keys.table_UZ.copy_(torch.from_numpy(self._cache.table_UZ))
         slots = self._slots_of(plan.decode)
+        if self.drafter is None and not plan.prefill:
+            return self._decode(plan.decode, slots)
         sampled = [chunk.sequence for chunk in plan.prefill if chunk.is_sampled]
         scored = [chunk for chunk in plan.prefill if chunk.sequence.wants_prompt_scores]
         for sequence in sampled:
@@ -153,6 +162,17 @@ class Runner:
             self._draft(plan, batch, kept if is_drafting else kept * 0, ends, all_slots, ids, hidden_MD)
         return self._result(plan, batch, kept, sampled, scored, ids, logprobs, logits_BW)
 
+    def _decode(self, sequences: list[Sequence], slots: np.ndarray) -> StepResult:
+        """One token for every sequence: the common step, without what chunks and drafts need."""
+        ids, lengths = self._last_id[slots], self._cache.lengths_U[slots]
+        place = (self._tensor(ids), self._tensor(lengths), self._tensor(slots), self._keys)
+        logits_BW = self.model.ragged(*place, attention=self._attention)
+        ids, logprobs = self._sample(logits_BW, slots, 0)
+        self._last_id[slots] = ids
+        self._cache.lengths_U[slots] = lengths + 1
+        self._counter[slots] += np.uint64(1)
+        return StepResult(sequences, ids.tolist(), logprobs.tolist(), self._top(logits_BW, sequences), [])
+
     def _slots_of(self, decode: list[Sequence]) -> np.ndarray:
         if decode is not self._decoding:
             self._decoding, self._decode_slots = decode, _slots(decode)
@@ -183,7 +203,7 @@ class Runner:
             np.concatenate([nothing, *spans]),
         )
 
-    def _sample(self, logits_BW: Tensor, slots: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _sample(self, logits_BW: Tensor, slots: np.ndarray, offsets: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
         """Ids and log-probs of rows that are ``offsets`` tokens behind the last id of their slots."""
         if not len(logits_BW):
             return np.zeros(0, np.int64), np.zeros(0, np.float32)

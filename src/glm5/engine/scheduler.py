@@ -76,6 +76,10 @@ class Scheduler:
         self._prefill_chunk = prefill_chunk
         self._max_waiting = max_waiting
         self._lookahead = lookahead
+        self._roomy: list[Sequence] = []
+        """The decoding sequences, the same list, when ``_steps_left`` was computed."""
+        self._steps_left = 0
+        """Steps for which all of them have blocks in any case."""
         self._waiting: list[Sequence] = []
         self._filling: list[Sequence] = []
 
@@ -173,11 +177,17 @@ class Scheduler:
 
     def _make_decode_room(self) -> None:
         """Every decoding sequence gets blocks for its next tokens, or waits again."""
+        if self.decoding is self._roomy and self._steps_left > 0:
+            self._steps_left -= 1
+            return
         cache = self._cache
         slots = np.fromiter((sequence.slot for sequence in self.decoding), np.int64, len(self.decoding))
         wanted = np.minimum(cache.lengths_U[slots] + self._lookahead, cache.capacity)
-        short = np.flatnonzero(wanted > cache.num_blocks_U[slots] * cache.block_size)
+        spare = cache.num_blocks_U[slots] * cache.block_size - wanted
+        short = np.flatnonzero(spare < 0)
         if not short.size:
+            least = int(spare.min()) if len(spare) else 0
+            self._roomy, self._steps_left = self.decoding, least // self._lookahead
             return
         needy = sorted(((self.decoding[row], int(wanted[row])) for row in short), key=lambda item: _seniority(item[0]))
         for sequence, length in needy:

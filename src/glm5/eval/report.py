@@ -47,6 +47,10 @@ ROW_NAMES = {
     "groups.STATE": "RL groups by state",
     "groups.dropped.REASON": "RL groups that were not trained, by reason",
     "staleness.STEPS": "trained episodes by age in trainer steps",
+    "quantize.loss.original": "next-token loss of the float checkpoint on held-out text",
+    "quantize.loss.VARIANT": "the same after quantisation: as written (quantized), or one part of it alone",
+    "quantize.kl.VARIANT": "mean KL of the quantised next-token distribution from the float one",
+    "quantize.bytes.SIDE": "bytes of all tensors of the float or the quantised checkpoint",
     "ledger.violations": "broken invariants of the ledger",
 }
 """Meaning of row names; a part in capitals stands for any word. The first match counts."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glm5.device import HOST
 from glm5.model.config import ModelConfig
 
 
@@ -26,7 +27,7 @@ class KeyCache:
     """
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str = "cpu", *, table_UZ: Tensor | None = None, with_mtp: bool = False) -> None:
+                 device: torch.device | str = HOST, *, table_UZ: Tensor | None = None, with_mtp: bool = False) -> None:
         if table_UZ is None:
             table_UZ = torch.arange(num_blocks, dtype=torch.int32, device=device).unsqueeze(1)
         self.table_UZ, self.block_size = table_UZ, block_size
@@ -56,8 +57,8 @@ class KeyCache:
 
     def rows(self, slots_M: Tensor, positions_M: Tensor) -> Tensor:
         """Row of each (slot, position) among the entries of all blocks, int64 [M]."""
-        block_M = torch.div(positions_M, self.block_size, rounding_mode="floor")
-        return self.table_UZ[slots_M, block_M].long() * self.block_size + positions_M - block_M * self.block_size
+        number_M = positions_M // self.block_size
+        return positions_M + (self.table_UZ[slots_M, number_M] - number_M) * self.block_size
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block to another, in every layer."""

@@ -3,7 +3,8 @@
 The MTP layer is stored as layer number ``num_hidden_layers``. It predicts token t+2 from the final hidden state at t
 (after ``model.norm``) and the embedding of token t+1: ``eh_proj(cat[enorm(embedding), hnorm(hidden)])``, one sparse
 decoder layer with an indexer of its own, ``shared_head.norm``, then the main head. Chained steps feed its normalised
-output back as ``hidden``. The embedding at position 0 is not zeroed.
+output back as ``hidden``. It never uses a selection of the main model; with ``index_share_for_mtp_iteration`` chained
+steps use the selection of its own first step.
 
 Letters: B batch, T tokens, M flattened tokens, D hidden, E experts.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from glm5.model.config import ModelConfig
 from glm5.model.layers import Mlp, PackedRows, Projection, RmsNorm
@@ -42,15 +44,25 @@ class DecoderLayer(nn.Module):
         self.self_attn = MultiHeadLatentAttention(config, has_indexer, lends_selection)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SparseMlp(config) if sparse_mlp else Mlp(config.hidden_size, config.intermediate_size)
+        self.recomputes = False
+        """Keep only the input of the layer for the backward pass and compute the rest again there."""
 
     def forward(self, hidden_BTD: Tensor, packed: PackedRows, mode: AttentionMode,
                 shared: tuple[Tensor, ...] | None = None) -> LayerResult:
-        """``shared`` is the selection of the last full layer."""
+        """``shared`` is an earlier selection to attend to instead of making one."""
+        if self.recomputes and torch.is_grad_enabled():
+            result: LayerResult = checkpoint(self._block, hidden_BTD, packed, mode, shared, use_reentrant=False,
+                                             preserve_rng_state=False)
+            return result
+        return self._block(hidden_BTD, packed, mode, shared)
+
+    def _block(self, hidden_BTD: Tensor, packed: PackedRows, mode: AttentionMode,
+               shared: tuple[Tensor, ...] | None) -> LayerResult:
         attention = self.self_attn(self.input_layernorm(hidden_BTD), packed, mode, shared)
         hidden_BTD = hidden_BTD + attention.out_BTD
         normed_BTD = self.post_attention_layernorm(hidden_BTD)
         if isinstance(self.mlp, SparseMlp):
-            update_BTD, router = self.mlp(normed_BTD, packed.counted_tokens())
+            update_BTD, router = self.mlp(normed_BTD, packed.counted_tokens(), packed.part)
         else:
             update_BTD, router = self.mlp(normed_BTD), None
         return LayerResult(hidden_BTD + update_BTD, attention.selection, attention.indexer_kl, router)

@@ -23,6 +23,7 @@ from glm5.model.layers import Embedding, PackedRows, Projection, RmsNorm, rotary
 from glm5.model.mla import AttentionMode, RaggedStep
 from glm5.model.moe import RouterStatistics
 from glm5.model.mtp import DecoderLayer, MtpLayer
+from glm5.model.parts import TokenPart
 
 Attention = Literal["sparse", "dense"]
 
@@ -50,8 +51,11 @@ class MtpOutput:
     hidden_BTD: Tensor
     """After ``shared_head.norm``: apply ``lm_head`` for logits, or feed it to the next step."""
     indexer_kl: Tensor | None
+    """None unless asked for, and in a step that uses an earlier selection."""
     expert_load_E: Tensor
     balance_loss: Tensor
+    selection: tuple[Tensor, ...] | None
+    """For the next step, when the model shares it between steps (``index_share_for_mtp_iteration``), else None."""
 
 
 class GlmMoeDsaModel(nn.Module):
@@ -76,6 +80,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
+        self.part = TokenPart()
         self.model = GlmMoeDsaModel(config)
         self.lm_head = Projection(config.hidden_size, config.vocab_size)
         self.reset_parameters(generator)
@@ -101,6 +106,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
 
         ``documents_BT`` is an int document id per token, -1 for padding; attention is causal within a document.
         ``positions_BT`` default to the position in the row. ``last_only`` gives the logits of the last token of a row.
+        Ids, documents and positions are those of whole rows; results are those of the tokens of ``part``.
         """
         output = self.hidden(input_ids_BT, positions_BT, documents_BT, attention=attention, indexer_loss=indexer_loss)
         logits = self.lm_head(output.hidden_BTD[:, -1:] if last_only else output.hidden_BTD)
@@ -109,14 +115,14 @@ class GlmMoeDsaForCausalLM(nn.Module):
     def hidden(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None, documents_BT: Tensor | None = None, *,
                attention: Attention = "sparse", indexer_loss: bool = False) -> ModelOutput:
         """``forward`` without the head: a caller applies ``lm_head`` in chunks."""
-        hidden_BTD = self.model.embed_tokens(input_ids_BT)
+        hidden_BTD = self.model.embed_tokens(self.part.local(input_ids_BT))
         packed = self._packed(input_ids_BT, positions_BT, documents_BT)
         mode = AttentionMode(_is_sparse(attention), indexer_loss)
         selection: tuple[Tensor, ...] | None = None
         losses: list[Tensor] = []
         routers: list[RouterStatistics] = []
         for layer in self._decoder_layers():
-            result = layer(hidden_BTD, packed, mode, selection)
+            result = layer(hidden_BTD, packed, mode, selection if layer.self_attn.indexer is None else None)
             hidden_BTD, selection = result.hidden_BTD, result.selection
             if result.indexer_kl is not None:
                 losses.append(result.indexer_kl)
@@ -127,16 +133,28 @@ class GlmMoeDsaForCausalLM(nn.Module):
         return ModelOutput(None, hidden_BTD, torch.stack(losses).mean() if losses else None, load_LE, balance_loss)
 
     def mtp(self, hidden_BTD: Tensor, next_ids_BT: Tensor, positions_BT: Tensor | None = None,
-            documents_BT: Tensor | None = None, *, attention: Attention = "sparse",
-            indexer_loss: bool = False) -> MtpOutput:
+            documents_BT: Tensor | None = None, *, attention: Attention = "sparse", indexer_loss: bool = False,
+            selection: tuple[Tensor, ...] | None = None) -> MtpOutput:
         """One MTP step: from the hidden state of token t (after the final norm, or of the last step) and the id of
-        token t+1, the hidden state that predicts token t+2. Raises ValueError when the model has no MTP layer."""
+        token t+1, the hidden state that predicts token t+2. Pass the ``selection`` of the step before to a chained
+        step. Raises ValueError when the model has no MTP layer."""
         layer = self._mtp_layer()
-        merged_BTD = layer.merge(self.model.embed_tokens(next_ids_BT), hidden_BTD)
+        embedding_BTD = self.model.embed_tokens(self.part.local(next_ids_BT))
+        if self.config.mtp_zero_first_embedding:
+            positions_BT = self._positions(next_ids_BT) if positions_BT is None else positions_BT
+            first_BT = self.part.local(positions_BT == 0)
+            embedding_BTD = embedding_BTD.masked_fill(first_BT.unsqueeze(-1), 0.0)
         packed = self._packed(next_ids_BT, positions_BT, documents_BT)
-        result = layer(merged_BTD, packed, AttentionMode(_is_sparse(attention), indexer_loss))
+        mode = AttentionMode(_is_sparse(attention), indexer_loss)
+        result = layer(layer.merge(embedding_BTD, hidden_BTD), packed, mode, selection)
+        shared = result.selection if self.config.index_share_for_mtp_iteration else None
         return MtpOutput(layer.shared_head.norm(result.hidden_BTD), result.indexer_kl, result.router.load_E,
-                         result.router.balance_loss)
+                         result.router.balance_loss, shared)
+
+    def new_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *,
+                  table_UZ: Tensor, with_mtp: bool = False) -> KeyCache:
+        """A cache for ``ragged``."""
+        return KeyCache(self.config, num_blocks, block_size, dtype, device, table_UZ=table_UZ, with_mtp=with_mtp)
 
     @torch.inference_mode()
     def ragged(self, ids_M: Tensor, positions_M: Tensor, slots_M: Tensor, cache: KeyCache, rows: Tensor | None = None,
@@ -149,13 +167,14 @@ class GlmMoeDsaForCausalLM(nn.Module):
                       rows: Tensor | None = None, attention: Attention = "sparse") -> Tensor:
         """Hidden states after the final norm [rows or M, D].
 
-        Token m is written at position ``positions[m]`` of slot ``slots[m]`` and attends to that slot up to itself; in each layer all
-        keys are appended before any token attends, so the tokens of one slot may be a chunk of its prompt. ``rows``
-        are the indices into M whose logits are wanted. A slot is filled and read with one kind of ``attention``.
+        Token m is written at position ``positions[m]`` of slot ``slots[m]`` and attends to that slot up to itself; in
+        each layer all keys are appended before any token attends, so the tokens of one slot may be a chunk of its
+        prompt. ``rows`` are the indices into M whose states are wanted. A slot is filled and read with one kind of
+        ``attention``.
         """
         hidden_MD = self.model.embed_tokens(ids_M)
         step = self._ragged_step(positions_M, slots_M, cache, attention)
-        shared: Sequence[Tensor | None] = [None]
+        shared: Sequence[Tensor | None] = ()
         for number, layer in enumerate(self._decoder_layers()):
             hidden_MD, shared = layer.ragged(hidden_MD, step, *cache.layer(number), shared)
         if rows is not None:
@@ -170,9 +189,12 @@ class GlmMoeDsaForCausalLM(nn.Module):
         The entry that token m leaves at its position depends on the id after it as well.
         """
         layer = self._mtp_layer()
-        merged_MD = layer.merge(self.model.embed_tokens(next_ids_M), hidden_MD)
+        embedding_MD = self.model.embed_tokens(next_ids_M)
+        if self.config.mtp_zero_first_embedding:
+            embedding_MD = embedding_MD.masked_fill((positions_M == 0).unsqueeze(-1), 0.0)
         step = self._ragged_step(positions_M, slots_M, cache, attention)
-        out_MD, _ = layer.ragged(merged_MD, step, *cache.layer(self.config.num_hidden_layers), [None])
+        keys = cache.layer(self.config.num_hidden_layers)
+        out_MD, _ = layer.ragged(layer.merge(embedding_MD, hidden_MD), step, *keys, ())
         return layer.shared_head.norm(out_MD)
 
     def _ragged_step(self, positions_M: Tensor, slots_M: Tensor, cache: KeyCache, attention: str) -> RaggedStep:
@@ -192,9 +214,13 @@ class GlmMoeDsaForCausalLM(nn.Module):
 
     def _packed(self, ids_BT: Tensor, positions_BT: Tensor | None, documents_BT: Tensor | None) -> PackedRows:
         if positions_BT is None:
-            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand(ids_BT.shape)
-        cos_BTR2, sin_BTR2 = self._rotary(positions_BT, self.model.embed_tokens.weight.dtype)
-        return PackedRows(cos_BTR2, sin_BTR2, documents_BT, (ids_BT.shape[0], ids_BT.shape[1]))
+            positions_BT = self._positions(ids_BT)
+        cos_BTR2, sin_BTR2 = self._rotary(self.part.local(positions_BT), self.model.embed_tokens.weight.dtype)
+        return PackedRows(cos_BTR2, sin_BTR2, documents_BT, (ids_BT.shape[0], ids_BT.shape[1]), self.part)
+
+    @staticmethod
+    def _positions(ids_BT: Tensor) -> Tensor:
+        return torch.arange(ids_BT.shape[1], device=ids_BT.device).expand(ids_BT.shape)
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return rotary_tables(positions, self.config.qk_rope_head_dim, self.config.rope_theta, dtype)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from glm5.config import build_config, load_config
+from glm5.device import AUTO
 from glm5.errors import ConfigError
 from glm5.train.config import OptimizerConfig, ScheduleConfig
 
@@ -51,6 +52,26 @@ class LossConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CurriculumConfig:
+    """Which tasks are practised; see ``rl/curriculum.py``."""
+
+    max_visits: int = 4
+    """Groups that one task may have, as long as its rewards differ; 1 visits every task once."""
+    revisit_share: float = 0.5
+    """Share of the groups, at most, that practise a task again."""
+    revisit_after_steps: int = 2
+    """Trainer steps after a visit before the next one: the policy should have changed."""
+    balance: float = 2.0
+    """Tasksets whose groups more often have equal rewards start up to so many times more of them; 1: fixed shares."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(1, max_visits=self.max_visits, balance=self.balance)
+        _require_at_least(0, revisit_after_steps=self.revisit_after_steps)
+        if not 0 <= self.revisit_share < 1:
+            raise ConfigError(f"revisit_share={self.revisit_share} must lie in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RLConfig:
     """One run of asynchronous reinforcement learning."""
 
@@ -80,6 +101,8 @@ class RLConfig:
     """Policy loss."""
     advantage: Literal["mean", "mean_std", "leave_one_out"] = "mean"
     """How the rewards of a group become advantages."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """Choice of tasks and automatic shares."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=6e-5, kind="adamw", weight_decay=0.0))
     """Optimizer of the policy; the indexers, the MTP layer and the router bias are frozen."""
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(kind="constant"))
@@ -108,6 +131,10 @@ class RLConfig:
     """Isolation of the task services; ``none`` runs the tools of the model without any."""
     max_tokens_per_microbatch: int = 8192
     """Tokens, padding included, of one forward and backward pass."""
+    device: str = AUTO
+    """Where the trainer computes: a name of ``glm5.device``."""
+    engine_device: str = AUTO
+    """Where the engine computes."""
     trainer_threads: int = 1
     """CPU threads of the trainer."""
     engine_threads: int = 1

@@ -34,13 +34,14 @@ from glm5.rl import audit
 from glm5.rl.admission import Admission, admit, group_samples, is_measured, sampled_versions
 from glm5.rl.advantages import GroupAdvantage
 
-FORMAT = 1
+FORMAT = 2
 _SCHEMA = """
 CREATE TABLE groups (
   group_id TEXT PRIMARY KEY, taskset TEXT NOT NULL, task_id TEXT NOT NULL, task_index INTEGER NOT NULL,
-  size INTEGER NOT NULL, state TEXT NOT NULL CHECK (state IN ('open', 'ready', 'leased', 'acked', 'dropped')),
+  visit INTEGER NOT NULL, size INTEGER NOT NULL,
+  state TEXT NOT NULL CHECK (state IN ('open', 'ready', 'leased', 'acked', 'dropped')),
   reason TEXT NOT NULL DEFAULT '', min_step INTEGER, max_step INTEGER, batch_id INTEGER, closed_seq INTEGER,
-  opened_at REAL NOT NULL, closed_at REAL, UNIQUE (taskset, task_index));
+  opened_at REAL NOT NULL, closed_at REAL, UNIQUE (taskset, task_index, visit));
 CREATE INDEX groups_by_state ON groups (state, min_step, closed_seq);
 CREATE UNIQUE INDEX groups_by_seq ON groups (closed_seq);
 CREATE TABLE episodes (
@@ -113,12 +114,23 @@ class Ledger:
         row = self._db.execute("SELECT MAX(task_index) FROM groups WHERE taskset = ?", (taskset,)).fetchone()
         return 0 if row[0] is None else int(row[0]) + 1
 
-    def open_group(self, group_id: str, *, taskset: str, task_id: str, task_index: int, size: int) -> None:
-        """Reserve a group; its task index is used up even if this process dies."""
+    def open_group(self, group_id: str, *, taskset: str, task_id: str, task_index: int, size: int,
+                   visit: int = 0) -> None:
+        """Reserve a group; its visit to the task is used up even if this process dies."""
         with self._transaction():
             self._db.execute(
-                "INSERT INTO groups (group_id, taskset, task_id, task_index, size, state, opened_at) "
-                "VALUES (?, ?, ?, ?, ?, 'open', ?)", (group_id, taskset, task_id, task_index, size, time.time()))
+                "INSERT INTO groups (group_id, taskset, task_id, task_index, visit, size, state, opened_at) "
+                "VALUES (?, ?, ?, ?, ?, ?, 'open', ?)",
+                (group_id, taskset, task_id, task_index, visit, size, time.time()))
+
+    def last_visits(self) -> list[tuple[str, int, str, int, list[float]]]:
+        """Of every task whose last visit ended: taskset, task index, task id, number of that visit, its rewards."""
+        rows = self._db.execute(
+            "SELECT taskset, task_index, task_id, visit, json_group_array(reward) FROM groups JOIN episodes "
+            "USING (group_id) WHERE final AND reward IS NOT NULL AND closed_seq IS NOT NULL AND visit = "
+            "(SELECT MAX(visit) FROM groups AS other WHERE other.taskset = groups.taskset "
+            "AND other.task_index = groups.task_index) GROUP BY group_id ORDER BY closed_seq").fetchall()
+        return [(*task, json.loads(rewards)) for *task, rewards in rows]
 
     def close_group(self, group_id: str, slots: Sequence[Sequence[Episode]]) -> str:
         """Enter a finished group: per slot its attempts in order, of which the last counts.

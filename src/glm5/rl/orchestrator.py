@@ -5,8 +5,9 @@ One loop opens a group whenever pacing and concurrency allow, for the taskset wh
 the group enters the ledger whole. The trainer is seen only through the ledger's progress row; nothing starts before
 that names a policy version.
 
-Task indices grow per taskset and are reserved in the ledger before the first episode starts, so that a restart repeats
-none. Groups that a dead orchestrator left open are dropped as ``interrupted``.
+Task indices grow per taskset, tasks worth it are visited again (``curriculum``), and a visit is reserved in the ledger
+before its first episode starts, so that a restart repeats none. Groups that a dead orchestrator left open are dropped
+as ``interrupted``.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from glm5.errors import ServiceError
 from glm5.process import bind, serve_app
 from glm5.records import Episode
 from glm5.rl.config import RLConfig, read_rl_config
+from glm5.rl.curriculum import Curriculum, RatioPicker, Visit
 from glm5.rl.episodes import EpisodeRunner, failed_episode
 from glm5.rl.ledger import Ledger
-from glm5.rl.pacing import RatioPicker, may_start_groups
+from glm5.rl.pacing import may_start_groups
 from glm5.rl.registry import Registry, TaskService
 from glm5.runlog import RunLog
 
@@ -48,7 +50,7 @@ CLEANUP_S = 2.0
 class _Group:
     group_id: str
     taskset: str
-    task_id: str
+    visit: Visit
 
 
 class Orchestrator:
@@ -59,7 +61,8 @@ class Orchestrator:
         self._log = RunLog(run_dir)
         self._ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups)
         self.registry = Registry()
-        self._picker = RatioPicker(config.tasksets)
+        self._picker = RatioPicker(config.tasksets, config.curriculum.balance)
+        self._curriculum = Curriculum(config.curriculum)
         self._task_ids: dict[str, deque[tuple[int, str]]] = {taskset: deque() for taskset in config.tasksets}
         self._slots = asyncio.Semaphore(config.concurrency)
         self._groups: set[asyncio.Task[None]] = set()
@@ -74,6 +77,9 @@ class Orchestrator:
     async def run(self) -> None:
         """Open and run groups until cancelled."""
         interrupted = self._ledger.drop_open_groups("interrupted")
+        for taskset, index, task_id, number, rewards in self._ledger.last_visits():
+            if taskset in self._config.tasksets:
+                self._curriculum.record(taskset, Visit(index, task_id, number), rewards, self._ledger.progress().step)
         self._log.event("orchestrator_started", interrupted_groups=interrupted)
         try:
             async with EpisodeRunner(self._config, self._gateway_url, self._config.temperature) as runner:
@@ -124,20 +130,22 @@ class Orchestrator:
         taskset = self._picker.pick(self.registry.served(time.monotonic()))
         if taskset is None:
             return False
-        task = await self._next_task(runner, taskset)
-        if task is None:
+        visit = self._curriculum.next_visit(taskset, self._ledger.progress().step)
+        visit = visit or await self._next_task(runner, taskset)
+        if visit is None:
             return False
-        index, task_id = task
-        group = _Group(f"{taskset}-{index}", taskset, task_id)
+        suffix = f"v{visit.number}" if visit.number else ""
+        group = _Group(f"{taskset}-{visit.task_index}{suffix}", taskset, visit)
         size = self._config.group_size
-        self._ledger.open_group(group.group_id, taskset=taskset, task_id=task_id, task_index=index, size=size)
+        self._ledger.open_group(group.group_id, taskset=taskset, task_id=visit.task_id, task_index=visit.task_index,
+                                visit=visit.number, size=size)
         self._unfinished += size
         running = asyncio.create_task(self._run_group(runner, group))
         self._groups.add(running)
         running.add_done_callback(self._group_done)
         return True
 
-    async def _next_task(self, runner: EpisodeRunner, taskset: str) -> tuple[int, str] | None:
+    async def _next_task(self, runner: EpisodeRunner, taskset: str) -> Visit | None:
         """The next unused training task; None when its service does not answer now."""
         waiting = self._task_ids[taskset]
         if not waiting:
@@ -154,11 +162,16 @@ class Orchestrator:
                 raise ServiceError(f"taskset {taskset}: no training task at index {first}; give it more tasks or fewer "
                                    "steps")
             waiting.extend(enumerate(task_ids, first))
-        return waiting.popleft()
+        return Visit(*waiting.popleft(), 0)
 
     async def _run_group(self, runner: EpisodeRunner, group: _Group) -> None:
         slots = await asyncio.gather(*(self._run_slot(runner, group, slot) for slot in range(self._config.group_size)))
         reason = self._ledger.close_group(group.group_id, slots)
+        finals = [attempts[-1].reward for attempts in slots]
+        rewards = [reward for reward in finals if reward is not None]
+        self._curriculum.record(group.taskset, group.visit, rewards, self._ledger.progress().step)
+        if reason in ("", "zero_variance"):
+            self._picker.record(group.taskset, not reason)
         failures = [attempt.reason for attempts in slots for attempt in attempts if attempt.outcome == "infra_error"]
         if reason:
             self._log.event("group_dropped", group_id=group.group_id, reason=reason)
@@ -184,7 +197,7 @@ class Orchestrator:
 
     async def _attempt(self, runner: EpisodeRunner, group: _Group, episode_id: str) -> Episode:
         """One attempt at the best live service; ends when that service is declared dead."""
-        names = {"taskset": group.taskset, "task_id": group.task_id, "group_id": group.group_id,
+        names = {"taskset": group.taskset, "task_id": group.visit.task_id, "group_id": group.group_id,
                  "episode_id": episode_id}
         started_at = time.time()
         service = await self._wait_for_service(group.taskset)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from glm5.engine.config import EngineConfig
 from glm5.engine.generation import Generation
@@ -30,13 +30,15 @@ from glm5.engine.grammar import Grammars
 from glm5.errors import Glm5Error
 from glm5.process import bind, serve_app
 from glm5.records import SamplingParams
-from glm5.serve.anthropic import count_tokens, parse_message
 from glm5.serve.answer import Format, Run, answer_events, answer_whole
+from glm5.serve.anthropic import count_tokens, parse_message
 from glm5.serve.chat import parse_chat
 from glm5.serve.completions import parse_completion
 from glm5.serve.config import ServeConfig
 from glm5.serve.connection import deadline_protocol
+from glm5.serve.events import CLIENT_GONE, open_stream, token_events, unless_gone
 from glm5.serve.front import Front, error_response
+from glm5.serve.handover import LENGTH_HEADER, VERSION_HEADER, PrefillPeer
 from glm5.serve.memory import Remembered, ResponseMemory
 from glm5.serve.metrics import Metrics
 from glm5.serve.openapi import docs_page, openapi
@@ -47,33 +49,8 @@ from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 if TYPE_CHECKING:  # the engine module loads torch
     from glm5.engine.engine import Engine
 
-T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 _PING_S = 10.0
-_CLIENT_GONE = 499
-
-
-class EventStream(Response):
-    """Server-sent events, of which ``first`` has been read; the source is closed when the client disconnects."""
-
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self._first, self._events = first, events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the source ends or the client leaves."""
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await _unless_gone(receive, self._send_all(send))
-        finally:
-            await self._events.aclose()
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Api:
@@ -82,6 +59,8 @@ class Api:
     def __init__(self, engine: Engine, tokenizer: Tokenizer, model_name: str, config: ServeConfig) -> None:
         self._engine, self._tokenizer, self._model_name, self._config = engine, tokenizer, model_name, config
         self._created = int(time.time())
+        key = config.api_keys[0] if config.api_keys else ""
+        self.peer = PrefillPeer(config.peer, engine, key) if config.peer else None
         self._memory = ResponseMemory(config.response_memory_bytes)
         self.metrics = Metrics()
 
@@ -89,6 +68,7 @@ class Api:
         """All routes of the server."""
         table: list[tuple[str, str, Endpoint]] = [
             ("POST", "/generate", self.generate),
+            *([("POST", "/export_prefix", self.export_prefix)] if self._config.role == "prefill" else []),
             ("POST", "/update_weights_from_disk", self.update_weights),
             ("POST", "/pause_generation", self.pause),
             ("POST", "/continue_generation", self.resume),
@@ -116,15 +96,19 @@ class Api:
         """Ids in, ids, log-probs and weight versions out."""
         wanted = parse_generate(await self._read(request))
         generation = await self._submit(
-            wanted.ids, wanted.params, session_id=wanted.session_id, prompt_logprobs=wanted.wants_prompt_logprobs
+            wanted.ids,
+            wanted.params,
+            session_id=wanted.session_id,
+            prompt_logprobs=wanted.wants_prompt_logprobs,
+            priority=wanted.priority,
         )
         request.state.sequences = [generation.sequence]
         timeout_s = self._config.request_timeout_s
         if wanted.stream:
-            return await _stream(request, _token_events(generation, timeout_s))
-        done = await _unless_gone(request.receive, generation.wait(timeout_s))
+            return await open_stream(request, token_events(generation, timeout_s))
+        done = await unless_gone(request.receive, generation.wait(timeout_s))
         if done is None:
-            return Response(status_code=_CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
         body: dict[str, Any] = {
             "output_ids": done.output_ids,
             "weight_versions": done.weight_versions,
@@ -139,6 +123,16 @@ class Api:
         if wanted.wants_prompt_logprobs:
             body["prompt_logprobs"] = done.prompt_logprobs
         return _json(body)
+
+    async def export_prefix(self, request: Request) -> Response:
+        """Compute a prompt and answer with the keys of its tokens, for another engine's prefix cache."""
+        ids = field(await self._read(request), "input_ids", list, required=True)
+        generation = self._engine.submit(ids, SamplingParams(max_new_tokens=0))
+        if await unless_gone(request.receive, generation.wait(self._config.request_timeout_s)) is None:
+            return Response(status_code=CLIENT_GONE)
+        prefix = await asyncio.to_thread(self._engine.export_prefix, ids)
+        headers = {LENGTH_HEADER: str(prefix.length), VERSION_HEADER: str(prefix.version)}
+        return Response(prefix.to_bytes(), media_type="application/octet-stream", headers=headers)
 
     async def update_weights(self, request: Request) -> Response:
         """Swap weights; a checkpoint that cannot be used answers 400 and changes nothing."""
@@ -262,7 +256,9 @@ class Api:
 
     async def embeddings(self, request: Request) -> Response:
         """Refused: the models of this family have no embedding head."""
-        raise ApiError(400, f"The model `{self._model_name}` does not do embeddings; use another", "unsupported", "model")
+        raise ApiError(
+            400, f"The model `{self._model_name}` does not do embeddings; use another", "unsupported", "model"
+        )
 
     async def messages(self, request: Request) -> Response:
         """Anthropic messages."""
@@ -278,7 +274,9 @@ class Api:
         return await read_json(request, self._config.max_body_bytes, self._config.body_timeout_s)
 
     async def _submit(self, ids: list[int], params: SamplingParams, **rest: Any) -> Generation:
-        """Queue a request; a grammar is compiled outside of the event loop."""
+        """Queue a request; a grammar is compiled outside of the event loop, long prompts may be filled by the peer."""
+        if self.peer is not None:
+            await self.peer.fetch(ids)
         if params.grammar is None:
             return self._engine.submit(ids, params, **rest)
         return await asyncio.to_thread(self._engine.submit, ids, params, **rest)
@@ -288,9 +286,9 @@ class Api:
         run = Run(wanted, self._tokenizer, await self._start(form), self._config.request_timeout_s)
         request.state.sequences = run.sequences
         if wanted.stream:
-            return await _stream(request, answer_events(form, run))
-        body = await _unless_gone(request.receive, answer_whole(form, run))
-        return Response(status_code=_CLIENT_GONE) if body is None else _json(body)
+            return await open_stream(request, answer_events(form, run))
+        body = await unless_gone(request.receive, answer_whole(form, run))
+        return Response(status_code=CLIENT_GONE) if body is None else _json(body)
 
     async def _start(self, form: Format) -> list[Generation]:
         """One generation for each answer; all or none."""
@@ -316,6 +314,8 @@ def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str, config: Ser
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
+        if api.peer is not None:
+            await api.peer.close()
         await asyncio.to_thread(engine.close)
         front.close()
 
@@ -355,66 +355,37 @@ def serve(
     if port:
         bind(host, port).close()  # a taken port is reported before torch and the weights are loaded
     from glm5.engine.engine import Engine
+    from glm5.engine.replacement import load_weights
+    from glm5.engine.tensor_parallel import join, world_size
 
     # The engine's thread gives the interpreter lock away in every tensor operation and would wait up to the default
     # 5 ms, longer than a decode step, to get it back from a busy HTTP thread.
     sys.setswitchinterval(0.0003)
     path = Path(directory)
     tokenizer = load_tokenizer(path)
-    engine = Engine.from_directory(path, tokenizer.stop_ids, engine_config, weight_version, Grammars(tokenizer))
+    engine_config = engine_config or EngineConfig()
+    model = load_weights(path, engine_config)
+    leader = None
+    if world_size() > 1:
+        model = leader = join(model)
+        if leader is None:  # another process serves; this one has done its share
+            return
+    engine = Engine(
+        model,
+        tokenizer.stop_ids,
+        engine_config,
+        weight_version=weight_version,
+        model_path=str(directory),
+        grammars=Grammars(tokenizer),
+    )
     try:
         app = build_app(engine, tokenizer, path.resolve().name, config)
         protocol = deadline_protocol(config.header_timeout_s)
         serve_app(app, host, port, ready_file, grace_s=config.shutdown_timeout_s, protocol=protocol)
     finally:
         engine.close()
-
-
-async def _token_events(generation: Generation, timeout_s: float) -> AsyncGenerator[bytes, None]:
-    """Events of a streaming ``/generate``. Raises the first EngineError before the first event; later it is one."""
-    has_begun = False
-    try:
-        async with aclosing(generation.stream(timeout_s)) as chunks:
-            async for chunk in chunks:
-                has_begun = True
-                yield b"data: " + dump(asdict(chunk)) + b"\n\n"
-        yield b"data: [DONE]\n\n"
-    except Glm5Error as error:
-        if not has_begun:
-            raise
-        yield b"data: " + dump(to_api_error(error).body("")) + b"\n\n"
-    finally:
-        generation.abort()
-
-
-async def _stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """``events`` as a response that begins with the first of them. Raises what they raise before it."""
-
-    async def read_first() -> bytes:
-        return await anext(events)
-
-    first = await _unless_gone(request.receive, read_first())
-    return Response(status_code=_CLIENT_GONE) if first is None else EventStream(first, events)
-
-
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Result of ``work``; None, with ``work`` cancelled, when the client disconnects first."""
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return None
-    finally:
-        watcher.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
+        if leader is not None:
+            leader.close()
 
 
 def _owner(request: Request) -> str:

@@ -124,8 +124,6 @@ def _parse_prompts(prompt: str | list[Any], tokenizer: Tokenizer) -> list[list[i
     ids = []
     for item in prompts:
         if not isinstance(item, str) and not (isinstance(item, list) and all(type(part) is int for part in item)):
-            raise ApiError(
-                400, "prompt: expected texts or lists of token ids", "invalid_request", "prompt"
-            )
+            raise ApiError(400, "prompt: expected texts or lists of token ids", "invalid_request", "prompt")
         ids.append(tokenizer.encode(item) if isinstance(item, str) else item)
     return ids

@@ -54,9 +54,7 @@ class Conversation:
 
     def render(self, tokenizer: Tokenizer) -> list[int]:
         """The prompt. Raises DataError for a message that the chat format cannot express."""
-        return tokenizer.render(
-            self.messages, self.declared_tools, True, self.enable_thinking, self.clear_thinking
-        ).ids
+        return tokenizer.render(self.messages, self.declared_tools, True, self.enable_thinking, self.clear_thinking).ids
 
     def grammar(self, tokenizer: Tokenizer) -> str | None:
         """The grammar of the answer; None when it is free. Raises ApiError for a choice that cannot be met."""
@@ -89,6 +87,8 @@ def check_messages(messages: list[Any]) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             raise ApiError(400, f"messages[{index}]: expected an object", "invalid_type", "messages")
+        if not isinstance(message.get("role"), str):
+            raise ApiError(400, f"messages[{index}].role: expected a string", "invalid_type", "messages")
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list) or not all(
             isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls

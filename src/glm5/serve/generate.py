@@ -127,7 +127,9 @@ def open_target(target: str | Path) -> Iterator[Target]:
 class _Local:
     """An engine in this process."""
 
-    def __init__(self, start: Callable[[str, dict[str, Any]], AsyncGenerator[bytes, None]], runner: asyncio.Runner) -> None:
+    def __init__(
+        self, start: Callable[[str, dict[str, Any]], AsyncGenerator[bytes, None]], runner: asyncio.Runner
+    ) -> None:
         self._start, self._runner = start, runner
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -46,8 +46,11 @@ _SAMPLING: dict[str, Schema] = {
     "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 10},
     "presence_penalty": _range("number", -2, 2),
     "frequency_penalty": _range("number", -2, 2),
-    "logit_bias": {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-                   "additionalProperties": _range("number", -100, 100)},
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": _range("number", -100, 100),
+    },
     "seed": _INTEGER,
 }
 _OPENAI: dict[str, Schema] = {
@@ -66,7 +69,9 @@ _THINKING: dict[str, Schema] = {
     "clear_thinking": _FLAG,
     "chat_template_kwargs": _object(enable_thinking=_FLAG, clear_thinking=_FLAG),
 }
-_FUNCTION = _object(("name",), name={"type": "string", "minLength": 1}, description=_TEXT, parameters=_OBJECT, strict=_FLAG)
+_FUNCTION = _object(
+    ("name",), name={"type": "string", "minLength": 1}, description=_TEXT, parameters=_OBJECT, strict=_FLAG
+)
 _CALL = _object(("function",), id=_TEXT, function=_object(("name", "arguments"), name=_TEXT, arguments=_TEXT))
 _MESSAGE = _object(
     ("role", "content"),
@@ -80,11 +85,18 @@ _CHAT = _object(
     ("model", "messages"),
     messages=_list(_MESSAGE, minItems=1),
     tools=_list(_object(("type", "function"), type=_words("function"), function=_FUNCTION)),
-    tool_choice={"anyOf": [_words("auto", "none", "required"),
-                           _object(("type", "function"), type=_words("function"), function=_FUNCTION)]},
+    tool_choice={
+        "anyOf": [
+            _words("auto", "none", "required"),
+            _object(("type", "function"), type=_words("function"), function=_FUNCTION),
+        ]
+    },
     parallel_tool_calls=_FLAG,
-    response_format=_object(("type",), type=_words("text", "json_object", "json_schema"),
-                            json_schema=_object(("schema",), name=_TEXT, schema=_OBJECT)),
+    response_format=_object(
+        ("type",),
+        type=_words("text", "json_object", "json_schema"),
+        json_schema=_object(("schema",), name=_TEXT, schema=_OBJECT),
+    ),
     max_tokens={"type": "integer", "minimum": 1},
     max_completion_tokens={"type": "integer", "minimum": 1},
     logprobs=_FLAG,
@@ -103,18 +115,35 @@ _COMPLETION = _object(
 _RESPONSE = _object(
     ("model", "input"),
     model=_TEXT,
-    input={"anyOf": [_TEXT, _list(_object((), type=_words("message", "reasoning", "function_call",
-                                                         "function_call_output"), role=_TEXT, content=_CONTENT),
-                                  minItems=1)]},
+    input={
+        "anyOf": [
+            _TEXT,
+            _list(
+                _object(
+                    (),
+                    type=_words("message", "reasoning", "function_call", "function_call_output"),
+                    role=_TEXT,
+                    content=_CONTENT,
+                ),
+                minItems=1,
+            ),
+        ]
+    },
     instructions=_TEXT,
     previous_response_id=_TEXT,
     store=_FLAG,
     stream=_FLAG,
     max_output_tokens={"type": "integer", "minimum": 1},
-    tools=_list({**_FUNCTION, "required": ["type", "name"],
-                 "properties": {**_FUNCTION["properties"], "type": _words("function")}}),
-    tool_choice={"anyOf": [_words("auto", "none", "required"),
-                           _object(("type", "name"), type=_words("function"), name=_TEXT)]},
+    tools=_list(
+        {
+            **_FUNCTION,
+            "required": ["type", "name"],
+            "properties": {**_FUNCTION["properties"], "type": _words("function")},
+        }
+    ),
+    tool_choice={
+        "anyOf": [_words("auto", "none", "required"), _object(("type", "name"), type=_words("function"), name=_TEXT)]
+    },
     parallel_tool_calls=_FLAG,
     reasoning=_object(effort=_words(*EFFORTS)),
     text=_object(format=_object(("type",), type=_words("text", "json_object", "json_schema"), schema=_OBJECT)),
@@ -126,10 +155,18 @@ _PROMPT: dict[str, Schema] = {
     "model": _TEXT,
     "messages": _list(_object(("role", "content"), role=_words("user", "assistant"), content=_CONTENT), minItems=1),
     "system": _CONTENT,
-    "tools": _list(_object(("name", "input_schema"), name={"type": "string", "minLength": 1}, description=_TEXT,
-                           input_schema=_OBJECT, strict=_FLAG)),
-    "tool_choice": _object(("type",), type=_words("auto", "any", "tool", "none"), name=_TEXT,
-                           disable_parallel_tool_use=_FLAG),
+    "tools": _list(
+        _object(
+            ("name", "input_schema"),
+            name={"type": "string", "minLength": 1},
+            description=_TEXT,
+            input_schema=_OBJECT,
+            strict=_FLAG,
+        )
+    ),
+    "tool_choice": _object(
+        ("type",), type=_words("auto", "any", "tool", "none"), name=_TEXT, disable_parallel_tool_use=_FLAG
+    ),
     **_THINKING,
 }
 _MESSAGES = _object(
@@ -145,13 +182,21 @@ _MESSAGES = _object(
 _GENERATE = _object(
     ("input_ids",),
     input_ids=_IDS,
-    sampling_params={**_object(max_new_tokens={"type": "integer", "minimum": 0}, stop_token_ids=_list(_INTEGER),
-                               top_logprobs=_range("integer", 0, MAX_TOP_LOGPROBS), grammar=_TEXT, **_SAMPLING),
-                     "additionalProperties": False},
+    sampling_params={
+        **_object(
+            max_new_tokens={"type": "integer", "minimum": 0},
+            stop_token_ids=_list(_INTEGER),
+            top_logprobs=_range("integer", 0, MAX_TOP_LOGPROBS),
+            grammar=_TEXT,
+            **_SAMPLING,
+        ),
+        "additionalProperties": False,
+    },
     stream=_FLAG,
     return_logprob=_FLAG,
     return_prompt_logprob=_FLAG,
     session_id=_TEXT,
+    priority=_INTEGER,
 )
 _ROUTES: tuple[tuple[str, str, str, Schema | None, tuple[str, ...]], ...] = (
     ("post", "/v1/chat/completions", "OpenAI chat completion", _CHAT, ("id", "object", "choices", "usage")),
@@ -160,14 +205,24 @@ _ROUTES: tuple[tuple[str, str, str, Schema | None, tuple[str, ...]], ...] = (
     ("get", "/v1/responses/{response_id}", "A stored response", None, ("id", "object", "status", "output", "usage")),
     ("delete", "/v1/responses/{response_id}", "Forget a stored response", None, ("id", "deleted")),
     ("post", "/v1/messages", "Anthropic message", _MESSAGES, ("id", "type", "role", "content", "usage")),
-    ("post", "/v1/messages/count_tokens", "Length of the prompt of a message",
-     _object(("model", "messages"), **_PROMPT), ("input_tokens",)),
+    (
+        "post",
+        "/v1/messages/count_tokens",
+        "Length of the prompt of a message",
+        _object(("model", "messages"), **_PROMPT),
+        ("input_tokens",),
+    ),
     ("get", "/v1/models", "The model that is served", None, ("object", "data")),
     ("get", "/v1/models/{model_id}", "One model", None, ("id", "object")),
     ("post", "/v1/embeddings", "Always refused: the model has no embedding head", _OBJECT, ()),
     ("post", "/generate", "Ids in; ids, log-probs and weight versions out", _GENERATE, ("output_ids", "finish_reason")),
-    ("post", "/update_weights_from_disk", "Swap the weights",
-     _object(("model_path", "weight_version"), model_path=_TEXT, weight_version=_INTEGER), ("success", "weight_version")),
+    (
+        "post",
+        "/update_weights_from_disk",
+        "Swap the weights",
+        _object(("model_path", "weight_version"), model_path=_TEXT, weight_version=_INTEGER),
+        ("success", "weight_version"),
+    ),
     ("post", "/pause_generation", "Run no more steps", None, ("success",)),
     ("post", "/continue_generation", "Go on", None, ("success",)),
     ("get", "/health", "Whether the server answers", None, ("status",)),
@@ -176,7 +231,9 @@ _ROUTES: tuple[tuple[str, str, str, Schema | None, tuple[str, ...]], ...] = (
     ("get", "/stats", "Counters and load", None, ("running", "queued")),
     ("get", "/metrics", "Counters and load for Prometheus", None, ()),
 )
-_ANTHROPIC_ERROR = _object(("type", "error"), type=_words("error"), error=_object(("type", "message"), type=_TEXT, message=_TEXT))
+_ANTHROPIC_ERROR = _object(
+    ("type", "error"), type=_words("error"), error=_object(("type", "message"), type=_TEXT, message=_TEXT)
+)
 _OPENAI_ERROR = _object(("error",), error=_object(("message", "type", "param", "code"), message=_TEXT, type=_TEXT))
 
 
@@ -199,7 +256,9 @@ def _operation(path: str, meaning: str, body: Schema | None, fields: tuple[str, 
     if path == "/update_weights_from_disk":
         error = _OBJECT
     media = "text/plain" if path == "/metrics" else "application/json"
-    answers: dict[str, Any] = {media: {"schema": _TEXT if path == "/metrics" else _object(fields, **dict.fromkeys(fields, {}))}}
+    answers: dict[str, Any] = {
+        media: {"schema": _TEXT if path == "/metrics" else _object(fields, **{name: {} for name in fields})}
+    }
     if body is not None and "stream" in body.get("properties", {}):
         answers["text/event-stream"] = {"schema": _TEXT}
     operation: dict[str, Any] = {

@@ -157,6 +157,7 @@ class GenerateRequest:
     wants_logprobs: bool
     wants_prompt_logprobs: bool
     session_id: str | None
+    priority: int
 
 
 def parse_generate(data: dict[str, Any]) -> GenerateRequest:
@@ -171,6 +172,7 @@ def parse_generate(data: dict[str, Any]) -> GenerateRequest:
         field(data, "return_logprob", bool, True),
         field(data, "return_prompt_logprob", bool, False),
         field(data, "session_id", str),
+        field(data, "priority", int, 0),
     )
 
 
@@ -179,7 +181,10 @@ def parse_sampling(data: dict[str, Any]) -> SamplingParams:
     for name in data:
         if name not in _TOKEN_FIELDS:
             raise ApiError(
-                400, f"sampling_params.{name}: unknown; known names: {', '.join(_TOKEN_FIELDS)}", "invalid_request", name
+                400,
+                f"sampling_params.{name}: unknown; known names: {', '.join(_TOKEN_FIELDS)}",
+                "invalid_request",
+                name,
             )
     stop_ids = field(data, "stop_token_ids", list)
     if stop_ids is not None and not all(type(item) is int for item in stop_ids):

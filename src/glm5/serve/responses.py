@@ -152,7 +152,9 @@ def parse_response(
     conversation = _conversation(data, messages)
     limit = value_of(data, "max_output_tokens", int, max_context)
     if limit < 1:
-        raise ApiError(400, f"max_output_tokens: got {limit}, expected at least 1", "invalid_request", "max_output_tokens")
+        raise ApiError(
+            400, f"max_output_tokens: got {limit}, expected at least 1", "invalid_request", "max_output_tokens"
+        )
     request = AnswerRequest(
         prompts=[conversation.render(tokenizer)],
         params=sampling(data, max_new_tokens=limit, grammar=conversation.grammar(tokenizer)),
@@ -280,7 +282,9 @@ def _text(content: Any, where: str) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") in _TEXT_PARTS]
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise ApiError(400, f"{where}: expected a text or text parts; nothing else is supported", "unsupported", "input")
+        raise ApiError(
+            400, f"{where}: expected a text or text parts; nothing else is supported", "unsupported", "input"
+        )
     return "".join(texts)
 
 

@@ -47,7 +47,11 @@ class TrainerState:
     data_step: int = 0
     """Position in the data: the step whose batch comes next."""
     skipped: int = 0
-    """Steps without an update because something was not finite."""
+    """Steps that the guard kept from changing anything."""
+    recent_losses: tuple[float, ...] = ()
+    """Losses of the last applied steps, oldest first: what the guard compares with."""
+    recent_norms: tuple[float, ...] = ()
+    """Gradient norms of the same steps."""
     elapsed_s: float = 0.0
     """Seconds of training so far, over all starts."""
     policy_version: int = 0
@@ -67,9 +71,12 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"{step:06d}"
 
 
-def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausalLM, optimizer: Optimizer,
-                    tokenizer_dir: Path | None, meta: Mapping[str, Any] | None = None) -> Path:
+def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausalLM,
+                    optimizer_state: Mapping[str, Tensor], tokenizer_dir: Path | None,
+                    meta: Mapping[str, Any] | None = None) -> Path:
     """Write the checkpoint of ``state.step`` and give its directory; an existing one of that step is replaced.
+
+    Model and optimizer state are whole, wherever they were trained.
 
     ``meta`` adds facts to meta.json, for example the parent. Raises CheckpointError when it cannot be written, a full
     disk included; then nothing is left behind.
@@ -80,7 +87,7 @@ def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausa
         shutil.rmtree(temporary, ignore_errors=True)
         save_model(model, temporary, tokenizer_source=tokenizer_dir)
         (temporary / "trainer").mkdir()
-        tensors = {name: tensor.contiguous() for name, tensor in optimizer.state_dict().items()}
+        tensors = {name: tensor.contiguous() for name, tensor in optimizer_state.items()}
         save_file({**tensors, _RNG: torch.get_rng_state()}, temporary / "trainer" / "optimizer.safetensors")
         _write_json(temporary / "trainer" / "state.json", dataclasses.asdict(state))
         facts = {"format": FORMAT, "step": state.step, "tokens_seen": state.tokens,
@@ -129,7 +136,8 @@ def load_trainer_state(checkpoint: Path, optimizer: Optimizer) -> TrainerState:
     try:
         tensors: dict[str, Tensor] = load_file(path / "optimizer.safetensors")
         values = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        state = TrainerState(**{**values, "batch_ids": tuple(values["batch_ids"])})
+        state = TrainerState(**{name: tuple(value) if isinstance(value, list) else value
+                                for name, value in values.items()})
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); remove {checkpoint} to continue from the checkpoint "
                               "before it") from None

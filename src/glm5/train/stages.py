@@ -14,20 +14,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
 
+from glm5.data.config import CorpusConfig
 from glm5.data.conversations import ConversationDataset, read_conversations, render_conversation
+from glm5.data.loader import Loader, build_shards
 from glm5.data.long_context import RecallSource
 from glm5.data.mixture import Mixture
-from glm5.data.packing import Batch, RowSource, TokenDataset, batches
+from glm5.data.packing import Batch, RowSource, batches
+from glm5.data.prepare import Preparation, PreparedData, prepare
+from glm5.data.preview import show_row, summary_rows, view_row
+from glm5.data.shards import Shard
+from glm5.device import peak_memory_bytes
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import preset
+from glm5.model.quantize.fake import rounded
+from glm5.model.quantize.plan import trained_for
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.process import lock_directory
 from glm5.runlog import RunLog
@@ -35,9 +43,12 @@ from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 from glm5.tokenizer.fit import require_same_tokenizer
 from glm5.train.checkpoint import TrainerState, final_checkpoint, latest_checkpoint, load_trainer_state, mark_final
 from glm5.train.config import DataConfig, StageConfig
-from glm5.train.loop import Evaluate, Training
-from glm5.train.losses import evaluate_lm
-from glm5.train.optimizers import build_optimizer
+from glm5.train.guard import replay
+from glm5.train.loop import Evaluate, Training, objective_of
+from glm5.train.parallel.layout import Layout, connect
+from glm5.train.parallel.spread import Spread
+from glm5.train.schedules import row_ranges
+from glm5.train.scoring import load_scorer
 
 _SPLIT_SEED = 0
 _HELD_OUT_BATCH_ROWS = 8
@@ -54,11 +65,12 @@ def run_stage(config: StageConfig, run_dir: Path, evaluate: Evaluate | None = No
     if finished is not None:
         _require_same_config(config, run_dir)
         return finished
-    with lock_directory(run_dir):
-        return _train(config, run_dir, evaluate)
+    with connect(config.parallel, config.device) as layout:
+        with lock_directory(run_dir) if layout.is_first else nullcontext():
+            return _train(config, run_dir, layout, evaluate)
 
 
-def _train(config: StageConfig, run_dir: Path, evaluate: Evaluate | None) -> Path:
+def _train(config: StageConfig, run_dir: Path, layout: Layout, evaluate: Evaluate | None) -> Path:
     latest = latest_checkpoint(run_dir)
     start = latest or resolve_init(config.init, run_dir)
     if start and config.tokenizer:
@@ -66,24 +78,42 @@ def _train(config: StageConfig, run_dir: Path, evaluate: Evaluate | None) -> Pat
     tokenizer_dir = start or Path(config.tokenizer)
     tokenizer = load_tokenizer(tokenizer_dir)
     model = load_model(start, config_overrides=config.model) if start else fresh_model(config, tokenizer)
-    train_rows = training_rows(config, tokenizer, run_dir.parent / "token-cache")
-    held_out = held_out_batches(config.data, config.length, tokenizer, run_dir.parent / "token-cache")
-    log = RunLog(run_dir)
+    layout.check(config, model.config)
+    cache_dir = run_dir.parent / "token-cache"
+    with layout.first_alone():  # the others find what it prepares
+        train_rows = training_rows(config, tokenizer, cache_dir)
+        held_out = held_out_batches(config.data, config.length, tokenizer, cache_dir)
+    log = RunLog(run_dir, writes=layout.is_first)
     log.write_config(config)
 
-    freeze(model, config)
-    optimizer = build_optimizer(model, config.optimizer)
-    state = load_trainer_state(latest, optimizer) if latest else TrainerState()
-    log.event("stage_started", step=state.step, init=str(start or "random"), parameters=_count(model))
-    if state.step == 0:
-        report_held_out(log, "initial", model, config, held_out, tokenizer)
-    training = Training(config, run_dir, model, optimizer, state, tokenizer_dir, evaluate)
-    final = training.run(batches(train_rows, config.batch_rows, config.length, config.seed, state.data_step))
-    report_held_out(log, "final", model, config, held_out, tokenizer)
+    model.config = trained_for(model.config, config.quantization)
+    # The workers start and tokenise while the model is made and scored.
+    shards = untokenised_shards(config, tokenizer, cache_dir) if layout.is_first else ()
+    with Loader(train_rows, config.length, config.seed, config.data.workers, config.data.ahead, shards) as loader:
+        freeze(model, config)
+        parameters = _count(model)
+        spread = Spread(model, layout, config.parallel)
+        optimizer = spread.optimizer(config.optimizer)
+        state = load_trainer_state(latest, optimizer) if latest else TrainerState()
+        log.event("stage_started", step=state.step, init=str(start or "random"), parameters=parameters,
+                  processes=layout.size)
+        if state.step == 0:
+            report_held_out(log, "initial", spread, config, held_out, tokenizer)
+        training = Training(config, run_dir, model, optimizer, state, tokenizer_dir, evaluate, spread)
+        final = training.run(loader.batches(row_ranges(config, state.data_step, layout.row_part, layout.row_parts)))
+    report_held_out(log, "final", spread, config, held_out, tokenizer)
     log.event("stage_finished", step=training.state.step, tokens=training.state.tokens, checkpoint=final.name,
-              train_s=training.state.elapsed_s, skipped=training.state.skipped)
-    mark_final(run_dir, final)
+              train_s=training.state.elapsed_s, skipped=training.state.skipped, data_wait_s=training.data_wait_s,
+              peak_memory_bytes=peak_memory_bytes(layout.device))
+    if layout.is_first:
+        mark_final(run_dir, final)
+    layout.wait()
     return final
+
+
+def replay_step(config: StageConfig, run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Run the batch of a step that the guard refused again, row by row; give result rows. Raises CheckpointError."""
+    return replay(run_dir, step, objective_of(config), resolve_init(config.init, run_dir))
 
 
 def resolve_init(init: str, run_dir: Path) -> Path | None:
@@ -129,24 +159,71 @@ def training_rows(config: StageConfig, tokenizer: Tokenizer, cache_dir: Path) ->
         samples = [render_conversation(conversation, tokenizer, declare_tools=data.declare_tools)
                    for path in data.conversations for conversation in read_conversations(path)]
         return ConversationDataset(samples, config.length, tokenizer.pad_id)
-    text = TokenDataset.from_sources(data.sources, tokenizer, part="train", held_out_fraction=data.held_out_fraction,
-                                     split_seed=_SPLIT_SEED, cache_dir=cache_dir)
+    text = Mixture(prepare_documents(data, config.length, tokenizer, cache_dir).datasets("train"))
     if not data.recall_fraction:
         return text
-    return Mixture([(text, 1 - data.recall_fraction), (RecallSource(tokenizer), data.recall_fraction)])
+    recall = RecallSource(tokenizer, data.recall_kinds, haystack=text)
+    return Mixture([(text, 1 - data.recall_fraction), (recall, data.recall_fraction)])
+
+
+def prepare_documents(data: DataConfig, length: int, tokenizer: Tokenizer, cache_dir: Path) -> PreparedData:
+    """The filtered documents of a stage on disk, split into training and held-out files."""
+    corpora = data.corpora or (CorpusConfig(sources=data.sources),)
+    preparation = Preparation(corpora=corpora, dedup=data.dedup, length=length, split_seed=_SPLIT_SEED,
+                              held_out_fraction=data.held_out_fraction, shard_chars=data.shard_chars)
+    return prepare(preparation, tokenizer, cache_dir, load_scorer)
+
+
+def untokenised_shards(config: StageConfig, tokenizer: Tokenizer, cache_dir: Path) -> list[Shard]:
+    """What the data workers tokenise beside training; without workers everything is tokenised now."""
+    if config.recipe.conversations:
+        return []
+    pending = prepare_documents(config.data, config.length, tokenizer, cache_dir).pending("train")
+    if config.data.workers:
+        return pending
+    for shard in pending:
+        shard.build()
+    return []
+
+
+def prepare_stage(config: StageConfig, tokenizer: Tokenizer, run_dir: Path) -> list[dict[str, Any]]:
+    """Filter and tokenise everything that a stage reads; give the counts as result rows."""
+    if config.recipe.conversations:
+        raise ConfigError(f"stage={config.stage!r} reads conversations when it starts; there is nothing to prepare")
+    cache_dir = run_dir.parent / "token-cache"
+    prepared = prepare_documents(config.data, config.length, tokenizer, cache_dir)
+    build_shards([*prepared.pending("train"), *prepared.pending("held_out")], config.data.workers)
+    tokens = {part: sum(shards.num_tokens for shards, _ in prepared.datasets(part)) for part in ("train", "held_out")}
+    return [*prepared.rows(), *({"name": f"data.tokens.{part}", "value": count, "unit": "tokens"}
+                                for part, count in tokens.items())]
+
+
+def inspect_stage(config: StageConfig, tokenizer: Tokenizer, run_dir: Path, steps: range,
+                  out: TextIO) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Write the batches of ``steps`` to ``out`` for people; give result rows, and every row's documents as objects."""
+    source = training_rows(config, tokenizer, run_dir.parent / "token-cache")
+    rows, shown = [], []
+    for step in steps:
+        for index, number in enumerate(next(row_ranges(config, step))):
+            row = source.row(number, config.length, config.seed)
+            views = view_row(row, tokenizer)
+            print(*show_row(row, views, f"step {step} row {index}"), sep="\n", file=out)
+            rows.append(row)
+            shown.append({"step": step, "row": index, "documents": [dataclasses.asdict(view) for view in views]})
+    return summary_rows(rows), shown
 
 
 def held_out_batches(data: DataConfig, length: int, tokenizer: Tokenizer, cache_dir: Path) -> list[Batch]:
     """``held_out_rows`` rows of ``length`` tokens of held-out files, always the same ones."""
     if not data.held_out_rows:
         return []
-    text = TokenDataset.from_sources(data.sources, tokenizer, part="held_out", held_out_fraction=data.held_out_fraction,
-                                     split_seed=_SPLIT_SEED, cache_dir=cache_dir)
-    stream: Iterator[Batch] = text.batches(_HELD_OUT_BATCH_ROWS, length)
-    return [next(stream) for _ in range(-(-min(data.held_out_rows, text.num_rows(length)) // _HELD_OUT_BATCH_ROWS))]
+    parts = prepare_documents(data, length, tokenizer, cache_dir).datasets("held_out")
+    rows = min(data.held_out_rows, sum(dataset.num_rows(length) for dataset, _ in parts))
+    stream = batches(Mixture(parts), _HELD_OUT_BATCH_ROWS, length)
+    return [next(stream) for _ in range(-(-rows // _HELD_OUT_BATCH_ROWS))]
 
 
-def report_held_out(log: RunLog, when: str, model: GlmMoeDsaForCausalLM, config: StageConfig, held_out: list[Batch],
+def report_held_out(log: RunLog, when: str, spread: Spread, config: StageConfig, held_out: list[Batch],
                     tokenizer: Tokenizer) -> None:
     """Score ``held_out`` with dense attention, and with sparse where the stage has trained for it, as events."""
     if not held_out:
@@ -154,7 +231,8 @@ def report_held_out(log: RunLog, when: str, model: GlmMoeDsaForCausalLM, config:
     text_bytes = sum(_label_bytes(batch, tokenizer) for batch in held_out)
     for attention in ("dense", "sparse") if config.recipe.trains_indexer else ("dense",):
         started = time.perf_counter()
-        result = evaluate_lm(model, held_out, attention)
+        with rounded(spread.model, config.quantization):
+            result = spread.evaluate(held_out, attention)
         log.event("held_out", when=when, attention=attention, nats_per_token=result.nats_per_token,
                   bits_per_byte=result.bits_per_byte(text_bytes / max(result.tokens, 1)), tokens=result.tokens,
                   bytes=text_bytes, seconds=time.perf_counter() - started)
@@ -167,13 +245,14 @@ def _label_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
 
 
 def _require_same_config(config: StageConfig, run_dir: Path) -> None:
-    """A finished run of other settings is not what was asked for."""
+    """A finished run of other settings is not what was asked for; where it ran changes nothing in it."""
     try:
         before: dict[str, Any] = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
     now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    keys = (before.keys() | now.keys()) - {"parallel", "device"}
+    changed = sorted(key for key in keys if before.get(key) != now.get(key))
     if changed:
         raise ConfigError(f"{run_dir}: holds a finished run with another value of {changed[0]}; choose another run "
                           "directory or remove this one")
