@@ -17,9 +17,11 @@ import torch
 from glm5.engine.config import EngineConfig
 from glm5.engine.engine import Engine
 from glm5.engine.generation import Generation
+from glm5.engine.replacement import load_weights
 from glm5.engine.requests import Completion, ContextLengthError, EngineClosedError, InvalidRequestError, QueueFullError
 from glm5.errors import ConfigError, EngineError
 from glm5.model.cache import bytes_per_token
+from glm5.model.checkpoint import save_model
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.records import SamplingParams
 from glm5.train.losses import token_logprobs
@@ -261,6 +263,13 @@ def test_keys_of_old_weights_are_not_reused(make_engine: MakeEngine, checkpoints
         assert item.output_ids == by_full_forward(make_model(1), prompt, 12)
 
 
+def test_half_precision_weights_run_in_fp32_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:
+    save_model(make_model(0).bfloat16(), tmp_path / "half")
+    for dtype, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        config = EngineConfig(dtype=dtype, device="cpu")
+        assert load_weights(tmp_path / "half", config).lm_head.weight.dtype == expected
+
+
 def break_file(directory: Path) -> None:
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -292,8 +301,6 @@ def test_a_bad_checkpoint_keeps_the_old_weights(
 def test_weights_that_are_not_finite_or_older_are_refused(
     make_engine: MakeEngine, checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    from glm5.model.checkpoint import save_model
-
     broken = make_model(2)
     with torch.no_grad():
         broken.lm_head.weight[3, 3] = torch.nan

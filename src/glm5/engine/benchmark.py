@@ -21,8 +21,9 @@ import torch
 from glm5.engine.config import EngineConfig
 from glm5.engine.engine import Engine
 from glm5.engine.peers import LlamaCpp, Peer, Transformers
+from glm5.engine.replacement import load_weights
 from glm5.errors import ConfigError
-from glm5.model.checkpoint import load_model, save_model
+from glm5.model.checkpoint import save_model
 from glm5.model.config import ModelConfig, preset
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.records import SamplingParams
@@ -91,6 +92,7 @@ def measure(options: Options) -> list[Row]:
         directory = Path(scratch) / "model"
         model = GlmMoeDsaForCausalLM(benchmark_config(), torch.Generator().manual_seed(SEED)).to(torch.bfloat16)
         save_model(model, directory)
+        model = load_weights(directory, EngineConfig())  # as a server would
         rows: list[Row] = [{"name": "model.parameters", "value": _count(model), "unit": "parameters"}]
         peers: list[Peer] = [Transformers(directory)]
         if options.llama_source is not None:
@@ -191,9 +193,9 @@ def _update_rows(options: Options, scratch: Path) -> list[Row]:
     directory = scratch / "nano"
     save_model(nano, directory)
     count, milliseconds = (2 if options.quick else 9), []
-    with Engine(load_model(directory), [], EngineConfig(max_slots=8, max_context=512, threads=options.threads)) as engine:
+    with Engine(load_weights(directory, EngineConfig()), [], EngineConfig(max_slots=8, max_context=512, threads=options.threads)) as engine:
         for version in range(1, count + 1):
-            running = [engine.submit(prompt, _params(256)) for prompt in _prompts(8, 32)]
+            running = [engine.submit(prompt, _params(256)) for prompt in _prompts(8, 32, limit=nano.config.vocab_size)]
             outcome = engine.update_weights(directory, version)
             assert outcome.success, outcome.message
             milliseconds.append(outcome.load_ms)
@@ -206,12 +208,12 @@ def _update_rows(options: Options, scratch: Path) -> list[Row]:
 
 def _speculative_rows(options: Options, checkpoint: Path) -> list[Row]:
     """Acceptance length and speed-up of drafting with a trained model, by batch and number of drafts."""
-    model = load_model(checkpoint)
+    model = load_weights(checkpoint, EngineConfig())
     new = 16 if options.quick else 128
     rows: list[Row] = []
     for batch in (1, 16):
         settings = {"max_slots": batch, "max_context": 512, "threads": options.threads}
-        prompts = [[token % model.config.vocab_size for token in prompt] for prompt in _prompts(batch, 32)]
+        prompts = _prompts(batch, 32, limit=model.config.vocab_size)
         for drafts in (1, 3):
             plain, drafting = EngineConfig(**settings), EngineConfig(**settings, speculative=drafts)
             with Engine(model, [], plain) as without, Engine(model, [], drafting) as with_drafts:
@@ -259,10 +261,10 @@ def _params(new: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_new_tokens=new, stop_token_ids=())
 
 
-def _prompts(batch: int, length: int, seed: int = SEED) -> list[list[int]]:
+def _prompts(batch: int, length: int, seed: int = SEED, limit: int = 4000) -> list[list[int]]:
     """Random ids that are no special token in any of the candidates."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(16, 4000, (batch, length), generator=generator).tolist()
+    return torch.randint(16, limit, (batch, length), generator=generator).tolist()
 
 
 def _count(model: GlmMoeDsaForCausalLM) -> int:

@@ -34,7 +34,7 @@ class EngineConfig:
     attention: Literal["sparse", "dense"] = "sparse"
     """``sparse`` attends to the indexer's top-k, ``dense`` to every key."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Weights and cache; ``auto`` keeps the dtype of the checkpoint."""
+    """Weights and cache; ``auto`` keeps the dtype of the checkpoint, except that small models run in fp32 on a CPU."""
     device: str = AUTO
     """Where weights and cache live: a name of ``glm5.device``."""
     threads: int = 0
