@@ -9,6 +9,7 @@ is not installed have the value None.
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -152,6 +153,7 @@ def _against_peers(options: Options, model: GlmMoeDsaForCausalLM, peers: list[Pe
         rows.append({"name": f"{case.name}.tokens_per_s", "value": round(rate, 1), "unit": "tokens/s"})
         for peer_name, goal in case.goals.items():
             rows.append(_ratio_row(f"{case.name}.vs_{peer_name}", seconds.get(peer_name), seconds["ours"], goal))
+        print(f"{case.name}: {rate:.1f} tokens/s", file=sys.stderr)
     return rows
 
 
