@@ -78,11 +78,15 @@ def test_requests_beyond_the_slots_wait_their_turn_in_order() -> None:
     assert order == [1, 2, 3] and of.plan().is_empty and of.num_running == of.num_waiting == 0
 
 
-def test_a_full_queue_refuses() -> None:
-    of = scheduler(waiting=1)
-    of.add(sequence(1, [1]))
+def test_a_full_queue_refuses_but_counts_only_those_that_find_no_idle_slot() -> None:
+    of = scheduler(slots=2, waiting=1)
+    for number in (1, 2, 3):  # two go to the idle slots in the next step, one waits
+        of.add(sequence(number, [number]))
     with pytest.raises(QueueFullError, match="retry later"):
-        of.add(sequence(2, [1]))
+        of.add(sequence(4, [4]))
+    run(of)
+    with pytest.raises(QueueFullError, match="retry later"):
+        of.add(sequence(5, [5]))
 
 
 def test_stopping_works_while_waiting_prefilling_and_decoding() -> None:

@@ -173,15 +173,16 @@ def test_torchrun_starts_a_stage(found):
     assert_same_checkpoint(Path(result.stdout.strip()), directory / "one/s/checkpoints/000004")
 
 
-def as_toml(config):
+def as_toml(config, prefix=""):
     """A dataclass as TOML: values first, then its tables."""
     lines, tables = [], []
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):
-            tables.append(f"[{item.name}]\n{as_toml(value)}")
+            tables.append(f"[{prefix}{item.name}]\n{as_toml(value, f'{prefix}{item.name}.')}")
         elif isinstance(value, dict):
-            tables.append(f"[{item.name}]\n" + "".join(f"{key} = {json.dumps(each)}\n" for key, each in value.items()))
+            table = "".join(f"{key} = {json.dumps(each)}\n" for key, each in value.items())
+            tables.append(f"[{prefix}{item.name}]\n{table}")
         elif value is not None:
             lines.append(f"{item.name} = {json.dumps(value)}\n")
     return "".join((*lines, *tables))

@@ -7,8 +7,8 @@ Two kinds, as in GLM-5's software-engineering data (files, diffs, issues and pul
   the repository that those import, while there is room; last the commit's message and diff, which can be predicted
   from what stands before.
 
-Sections are headed by a line that names them. A change whose diff does not fit is left out; of a file that is longer
-than a sequence only the beginning is taken.
+Sections are headed by a line that names them. A change whose diff does not fit gives an empty text; of a file that is
+longer than a sequence only the beginning is taken.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _SMALLEST_CUT = 64
 def repository_documents(
     repository: GitRepository, config: RepositoryConfig, length: int, count_tokens: CountTokens
 ) -> Iterator[Document]:
-    """The sequences of ``repository``, each of at most ``length`` tokens by ``count_tokens``."""
+    """The sequences of ``repository``, each of at most ``length`` tokens by ``count_tokens``; an empty text
+    stands for a change that does not fit."""
     files = dict(repository.files())
     yield from _file_sequences(repository.name, files, length, count_tokens)
     if config.commits:
         issues = read_issues(Path(config.issues)) if config.issues else {}
         for commit in repository.commits(config.commits):
             text = _change_sequence(repository, commit, issues, length, count_tokens)
-            if text:
-                yield Document(text, f"{repository.name}@{commit.sha[:12]}")
+            yield Document(text, f"{repository.name}@{commit.sha[:12]}")
 
 
 def read_issues(path: Path) -> dict[int, str]:

@@ -94,8 +94,9 @@ class Scheduler:
         return len(self._filling) + len(self.decoding)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue ``sequence``. Raises QueueFullError beyond ``max_waiting``."""
-        if len(self._waiting) >= self._max_waiting:
+        """Queue ``sequence``. Raises QueueFullError beyond ``max_waiting``; sequences that an idle slot takes in the
+        next step do not count."""
+        if len(self._waiting) >= self._max_waiting + self._cache.num_idle:
             raise QueueFullError(
                 f"queue: {len(self._waiting)} requests wait, at most {self._max_waiting} may; "
                 "retry later or add an engine"

@@ -159,7 +159,8 @@ class Training:
         with rounded(self.model, config.quantization):
             result, load_LE = compute_gradients(self.model, self.optimizer, self._objective, batch, config.micro_rows,
                                                 self.spread)
-        verdict = judge(config.guard, state, result.loss, (result.norms.main, result.norms.indexer))
+        verdict = self.spread.layout.agree(
+            judge(config.guard, state, result.loss, (result.norms.main, result.norms.indexer)))
         if verdict.applies:
             self.optimizer.step(factor)
             if config.recipe.trains_main and config.bias_rate:
