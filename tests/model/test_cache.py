@@ -41,8 +41,8 @@ def test_ragged_chunks_give_the_logits_of_forward(schedule: tuple[str, ...], att
     model = tiny_model(num_hidden_layers=4, indexer_types=schedule)
     rows = [random_ids(1, length, seed=length)[0] for length in (1, 13, 16, 47, 80)]
     cache = KeyCache(model.config, 7, 96)
-    for tensor in (*cache.latent_LPSK, *cache.index_keys_LPSX):
-        tensor.fill_(torch.nan)  # what is not written must never be read
+    for entries in (*cache.latents, *cache.index_keys):
+        entries.values_PSD.fill_(torch.nan)  # what is not written must never be read
     found = feed_in_random_chunks(model, cache, rows, [6, 0, 3, 2, 5], attention, seed=4)
     for ids, logits in zip(rows, found, strict=True):
         expected = model(ids[None], attention=attention).logits[0]
@@ -55,7 +55,7 @@ def test_a_cache_no_longer_than_index_topk_needs_no_index_keys() -> None:
     model = tiny_model()
     ids = random_ids(1, 16)[0]
     cache = KeyCache(model.config, 2, 16)
-    assert all(keys.numel() == 0 for keys in cache.index_keys_LPSX)
+    assert all(keys.values_PSD.numel() == 0 for keys in cache.index_keys)
     found = feed_in_random_chunks(model, cache, [ids], [1], "sparse", seed=0)[0]
     torch.testing.assert_close(found, model(ids[None]).logits[0], rtol=0, atol=1e-4)
 
@@ -88,3 +88,43 @@ def test_bytes_count_latents_of_all_layers_and_index_keys_of_full_ones() -> None
     model = tiny_model(num_hidden_layers=4, indexer_types=SCHEDULES[1])
     cache = KeyCache(model.config, 2, 32, dtype=torch.bfloat16)
     assert cache.bytes == 2 * 32 * (4 * (16 + 8) + 2 * 16) * 2
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@torch.no_grad()
+def test_a_rounded_cache_gives_nearly_the_logits_of_an_exact_one_in_far_less_memory(kind: str) -> None:
+    model = tiny_model(num_hidden_layers=4, indexer_types=SCHEDULES[1], index_topk=24)
+    rows = [random_ids(1, length, seed=length)[0] for length in (1, 13, 47, 80)]
+    table = torch.randperm(7 * 12, generator=torch.Generator().manual_seed(3)).view(7, 12).int()
+    exact, rounded = (KeyCache(model.config, 7 * 12, 8, table_UZ=table, kind=name) for name in ("auto", kind))
+    slots = [6, 0, 3, 2]
+    wanted = feed_in_random_chunks(model, exact, rows, slots, "dense", seed=4)
+    found = feed_in_random_chunks(model, rounded, rows, slots, "dense", seed=4)
+    for one, other in zip(found, wanted, strict=True):
+        assert 0 < (one - other).square().mean().sqrt() < 0.1 * other.square().mean().sqrt()
+    again = feed_in_random_chunks(model, rounded, rows, slots, "dense", seed=9)
+    for one, other in zip(found, again, strict=True):  # an entry does not depend on the chunk that it came in
+        assert (one - other).abs().max() <= 1e-3
+    sparse = feed_in_random_chunks(model, rounded, rows, slots, "sparse", seed=4)
+    assert all(torch.isfinite(one).all() for one in sparse)
+    assert (sparse[1] - feed_in_random_chunks(model, rounded, rows, slots, "dense", seed=4)[1]).abs().max() <= 1e-4
+    # 16 levels, one scale and 8 bf16 numbers a latent; 16 levels and one scale an index key.
+    assert rounded.bytes == 7 * 12 * 8 * (4 * (16 + 4 + 16) + 2 * (16 + 4))
+    assert rounded.bytes < 0.45 * exact.bytes
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@torch.no_grad()
+def test_blocks_of_a_rounded_cache_travel_and_are_copied_bit_by_bit(kind: str) -> None:
+    model = tiny_model()
+    ids = random_ids(1, 50)[0]
+    caches = [KeyCache(model.config, 3, 64, kind=kind) for _ in range(2)]
+    model.ragged(ids[:40], torch.arange(40), torch.zeros(40, dtype=torch.long), caches[0])
+    caches[1].write_blocks(torch.tensor([1]), caches[0].read_blocks(torch.tensor([0])))
+    caches[1].copy_block(1, 2)
+    found = [model.ragged(ids[40:], torch.arange(40, 50), torch.full((10,), slot), cache)
+             for slot, cache in ((0, caches[0]), (1, caches[1]), (2, caches[1]))]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    exact = KeyCache(model.config, 3, 64)
+    with pytest.raises(ValueError, match="use equal engines"):
+        exact.write_blocks(torch.tensor([1]), caches[0].read_blocks(torch.tensor([0])))

@@ -240,7 +240,7 @@ def test_layers_run_one_by_one_and_a_shared_layer_without_a_selection_is_refused
     step = RaggedStep(*model._rotary(places[0], torch.float32), places[1], places[0] + 1, places[0], cache.table_UZ,
                       True)
     with pytest.raises(ValueError, match="no indexer and got no selection"):
-        model.model.layers[1].ragged(first.hidden_BTD[0], step, cache.latent_LPSK[1], cache.index_keys_LPSX[1], ())
+        model.model.layers[1].ragged(first.hidden_BTD[0], step, *cache.layer(1), ())
 
 
 def test_backward_beyond_index_topk_gives_the_indexer_no_gradient_from_the_language_loss() -> None:

@@ -19,6 +19,7 @@ def serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_fi
           weight_version: Annotated[int, typer.Option(help="Policy version of these weights.")] = 0,
           max_waiting: Annotated[int, typer.Option(help="Requests that may wait for a slot.")] = 4096,
           cache_mib: Annotated[int, typer.Option(help="Memory of the key cache; 0 fits all slots.")] = 0,
+          cache_dtype: Annotated[str, typer.Option(help="Entries of the key cache: auto, int8 or fp8.")] = "auto",
           speculative: Annotated[int, typer.Option(help="Tokens that the MTP layer drafts, 0 to 7.")] = 0,
           role: Annotated[str, typer.Option(help="both, prefill or decode.")] = "both",
           peer: Annotated[str, typer.Option(help="With --role decode: URL of the server with --role prefill.")] = "",
@@ -39,7 +40,8 @@ def serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_fi
     from glm5.serve.config import ServeConfig, read_keys
 
     config = EngineConfig(max_slots=max_slots, max_context=max_context, threads=threads, max_waiting=max_waiting,
-                          device=device or AUTO, cache_bytes=cache_mib << 20, speculative=speculative)
+                          device=device or AUTO, cache_bytes=cache_mib << 20, cache_dtype=cache_dtype,
+                          speculative=speculative)
     limits = ServeConfig(
         api_keys=(*(api_key or []), *(read_keys(api_key_file) if api_key_file else [])),
         cors_origins=tuple(cors or ()), max_body_bytes=max_body_mib << 20, max_concurrent=max_concurrent,

@@ -35,6 +35,8 @@ class EngineConfig:
     """``sparse`` attends to the indexer's top-k, ``dense`` to every key."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and cache; ``auto`` keeps the dtype of the checkpoint, except that small models run in fp32 on a CPU."""
+    cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """Entries of the key cache; ``auto`` keeps the type of the weights, the others round them to 8 bits."""
     device: str = AUTO
     """Where weights and cache live: a name of ``glm5.device``."""
     threads: int = 0
@@ -57,5 +59,7 @@ class EngineConfig:
             raise ConfigError(f"cache_bytes={self.cache_bytes}: must be 0 (automatic) or positive; correct it")
         if not 0 <= self.speculative <= MAX_DRAFTS:
             raise ConfigError(f"speculative={self.speculative}: expected 0 to {MAX_DRAFTS} drafted tokens; correct it")
+        if self.cache_dtype not in ("auto", "int8", "fp8"):
+            raise ConfigError(f"cache_dtype={self.cache_dtype!r}: expected auto, int8 or fp8; correct it")
         if self.threads < 0:
             raise ConfigError(f"threads={self.threads}: must be 0 (automatic) or positive; correct it")

@@ -496,7 +496,9 @@ def _count_blocks(model: GlmMoeDsaForCausalLM | LedModel, config: EngineConfig, 
     """Blocks that ``config`` allows. Raises ConfigError when they hold no prompt and answer."""
     if not config.cache_bytes:
         return config.max_slots * -(-max_context // config.block_size) + (config.speculative > 0)
-    per_token = bytes_per_token(model.config, model.lm_head.weight.dtype, max_context, config.speculative > 0)
+    per_token = bytes_per_token(
+        model.config, model.lm_head.weight.dtype, max_context, config.speculative > 0, config.cache_dtype
+    )
     blocks = config.cache_bytes // (per_token * config.block_size)
     if blocks < 2:
         raise ConfigError(

@@ -85,6 +85,7 @@ class Runner:
             self._device,
             table_UZ=torch.from_numpy(cache.table_UZ).to(self._device),  # the same memory on a CPU
             with_mtp=config.speculative > 0,
+            kind=config.cache_dtype,
         )
         self.drafter = (
             Drafter(num_slots, config.speculative, cache, self._keys, config.attention) if config.speculative else None

@@ -80,10 +80,10 @@ class LedModel:
         """This process's share."""
         return self._model.state_dict()
 
-    def new_cache(self, *arguments: Any, table_UZ: Tensor, with_mtp: bool = False) -> KeyCache:
+    def new_cache(self, *arguments: Any, table_UZ: Tensor, **settings: Any) -> KeyCache:
         """As of the model, on every process."""
-        _send("new_cache", (arguments, table_UZ.shape, with_mtp))
-        return _LedCache(self.config, *arguments, table_UZ=table_UZ, with_mtp=with_mtp)
+        _send("new_cache", (arguments, table_UZ.shape, settings))
+        return _LedCache(self.config, *arguments, table_UZ=table_UZ, **settings)
 
     def ragged(self, ids_M: Tensor, positions_M: Tensor, slots_M: Tensor, cache: KeyCache, rows: Tensor | None = None,
                attention: Attention = "sparse") -> Tensor:
@@ -166,9 +166,9 @@ def _follow(model: GlmMoeDsaForCausalLM) -> None:
         if name == "stop":
             return
         if name == "new_cache":
-            sizes, table_shape, with_mtp = arguments
+            sizes, table_shape, settings = arguments
             table_UZ = torch.zeros(table_shape, dtype=torch.int32)
-            cache = KeyCache(model.config, *sizes, table_UZ=table_UZ, with_mtp=with_mtp)
+            cache = KeyCache(model.config, *sizes, table_UZ=table_UZ, **settings)
             continue
         assert cache is not None, "the first message makes the cache"
         if name in ("copy_block", "write_blocks"):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from glm5.kernels import dispatch
+from glm5.model.cache import Entries
 from glm5.model.config import ModelConfig
 from glm5.model.indexer import Indexer
 from glm5.model.layers import PackedRows, Projection, RmsNorm, Span
@@ -71,6 +72,8 @@ class RaggedStep:
     rows_M: Tensor
     """Where token m is written: row of the cache's entries, all blocks in order."""
     table_UZ: Tensor
+    blocks: Tensor | None
+    """The blocks that the numbers in ``table_UZ`` stand for; None when they are the cache's own."""
     sparse: bool
 
 
@@ -141,7 +144,7 @@ class MultiHeadLatentAttention(nn.Module):
         out_BTD = self.part.leave(self.o_proj(out_BTHV.flatten(2)))
         return AttentionResult(out_BTD, tuple(selections) if mode.sparse else None, kl)
 
-    def ragged(self, x_MD: Tensor, step: RaggedStep, latent_PSK: Tensor, index_keys_PSX: Tensor,
+    def ragged(self, x_MD: Tensor, step: RaggedStep, latents: Entries, index_keys: Entries,
                shared: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Append the keys of M tokens to the cache, then attend from each token over its slot up to itself.
 
@@ -152,7 +155,8 @@ class MultiHeadLatentAttention(nn.Module):
             raise ValueError(_NO_SELECTION)
         q_latent_MQ = self.q_a_layernorm(self.q_a_proj(x_MD))
         latent_MC, rope_MR = self._latents(x_MD, step.cos_MR2, step.sin_MR2)
-        _write(latent_PSK, step.rows_M, torch.cat([latent_MC, rope_MR], dim=-1))
+        latents.write(step.rows_M, torch.cat([latent_MC, rope_MR], dim=-1))
+        latent_PSK = latents.read(step.blocks)
         up_HEC = self.kv_b_proj.weight.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
         q_MHE = self.q_b_proj(q_latent_MQ).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
         absorbed_HMC = torch.bmm(q_MHE[..., : self.nope_dim].transpose(0, 1), up_HEC[:, : self.nope_dim])
@@ -161,7 +165,8 @@ class MultiHeadLatentAttention(nn.Module):
         place = (step.slots_M, step.lengths_M)
         out_MHC = None
         if step.sparse and self.indexer is not None:
-            _write(index_keys_PSX, step.rows_M, self.indexer.keys(x_MD, step.cos_MR2, step.sin_MR2))
+            index_keys.write(step.rows_M, self.indexer.keys(x_MD, step.cos_MR2, step.sin_MR2))
+            index_keys_PSX = index_keys.read(step.blocks)
             iq_MJX, iw_MJ = self.indexer.queries(x_MD, q_latent_MQ, step.cos_MR2, step.sin_MR2)
             iw_MJ = iw_MJ * self.indexer.scale
             if self.lends_selection:
@@ -236,8 +241,3 @@ class MultiHeadLatentAttention(nn.Module):
         target_BtS = dispatch.attention_targets(q_BtHK.detach(), k_BSHK.detach(), mask_BtS, self.scale)
         target_BtS = self.part.mean(target_BtS)
         return out_BtHV, mask_BtS, dispatch.indexer_kl(scores_BtS, target_BtS, mask_BtS)
-
-
-def _write(cache: Tensor, rows_M: Tensor, entries: Tensor) -> None:
-    """Store ``entries`` [M, dim] at ``rows_M`` of a cache [P, S, dim]."""
-    cache.view(-1, cache.shape[-1]).index_copy_(0, rows_M, entries.to(cache.dtype))

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from glm5.model.cache import KeyCache
+from glm5.model.cache import CacheKind, KeyCache
 from glm5.model.config import ModelConfig
 from glm5.model.layers import Embedding, PackedRows, Projection, RmsNorm, rotary_tables
 from glm5.model.mla import AttentionMode, RaggedStep
@@ -152,9 +152,10 @@ class GlmMoeDsaForCausalLM(nn.Module):
                          result.router.balance_loss, shared)
 
     def new_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *,
-                  table_UZ: Tensor, with_mtp: bool = False) -> KeyCache:
+                  table_UZ: Tensor, with_mtp: bool = False, kind: CacheKind = "auto") -> KeyCache:
         """A cache for ``ragged``."""
-        return KeyCache(self.config, num_blocks, block_size, dtype, device, table_UZ=table_UZ, with_mtp=with_mtp)
+        return KeyCache(self.config, num_blocks, block_size, dtype, device, table_UZ=table_UZ, with_mtp=with_mtp,
+                        kind=kind)
 
     @torch.inference_mode()
     def ragged(self, ids_M: Tensor, positions_M: Tensor, slots_M: Tensor, cache: KeyCache, rows: Tensor | None = None,
@@ -201,7 +202,8 @@ class GlmMoeDsaForCausalLM(nn.Module):
         cos_MR2, sin_MR2 = self._rotary(positions_M, self.model.embed_tokens.weight.dtype)
         sparse = _is_sparse(attention) and cache.max_length > self.config.index_topk
         rows_M = cache.rows(slots_M, positions_M)
-        return RaggedStep(cos_MR2, sin_MR2, slots_M, positions_M + 1, rows_M, cache.table_UZ, sparse)
+        lengths_M = positions_M + 1
+        return RaggedStep(cos_MR2, sin_MR2, slots_M, lengths_M, rows_M, *cache.view(slots_M, lengths_M), sparse)
 
     def _decoder_layers(self) -> list[DecoderLayer]:
         return list(self.model.layers)[: self.config.num_hidden_layers]
