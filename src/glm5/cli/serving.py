@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,7 +12,7 @@ from glm5.cli.options import AsJson, Device, Host, Port, ReadyFile, print_result
 from glm5.device import AUTO
 
 
-def serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_file: ReadyFile = None,
+def serve(context: typer.Context, directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_file: ReadyFile = None,
           max_slots: Annotated[int, typer.Option(help="Sequences held in the cache at once.")] = 16,
           max_context: Annotated[int, typer.Option(help="Tokens per sequence; 0 takes the model's maximum.")] = 0,
           threads: Annotated[int, typer.Option(help="CPU threads of the engine; 0 takes all cores.")] = 0,
@@ -21,6 +22,8 @@ def serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_fi
           cache_mib: Annotated[int, typer.Option(help="Memory of the key cache; 0 fits all slots.")] = 0,
           cache_dtype: Annotated[str, typer.Option(help="Entries of the key cache: auto, int8 or fp8.")] = "auto",
           speculative: Annotated[int, typer.Option(help="Tokens that the MTP layer drafts, 0 to 7.")] = 0,
+          replicas: Annotated[int, typer.Option(help="Engine processes behind this address.")] = 1,
+          model_name: Annotated[str, typer.Option(help="Name of the model; the directory's without it.")] = "",
           role: Annotated[str, typer.Option(help="both, prefill or decode.")] = "both",
           peer: Annotated[str, typer.Option(help="With --role decode: URL of the server with --role prefill.")] = "",
           api_key: Annotated[list[str] | None, typer.Option(help="Key for clients; repeat for several.")] = None,
@@ -48,7 +51,30 @@ def serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_fi
         request_timeout_s=request_timeout, header_timeout_s=header_timeout, body_timeout_s=body_timeout,
         shutdown_timeout_s=shutdown_timeout, response_memory_bytes=response_memory_mib << 20, access_log=access_log,
         role=role, peer=peer)
-    serve_directory(directory, host, port, ready_file, config, weight_version=weight_version, config=limits)
+    if replicas != 1:
+        from glm5.serve.replicas import serve_replicas
+
+        kept = {name: value for name, value in context.params.items() if name not in _OF_THE_FRONT}
+        kept["threads"] = threads or max(1, (os.cpu_count() or 1) // max(replicas, 1))
+        serve_replicas(directory, replicas, host, port, ready_file, weight_version, model_name, _options(kept), limits)
+        return
+    serve_directory(directory, host, port, ready_file, config, weight_version=weight_version, config=limits,
+                    model_name=model_name)
+
+
+_OF_THE_FRONT = ("directory", "host", "port", "ready_file", "replicas", "weight_version", "model_name", "cors",
+                 "access_log")
+"""Options of ``serve`` that replicas do not get."""
+
+
+def _options(values: dict[str, Any]) -> list[str]:
+    """``values`` of parameters as words of a command line; lists repeat, None is left out."""
+    words: list[str] = []
+    for name, value in values.items():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is not None:
+                words += [f"--{name.replace('_', '-')}", str(one)]
+    return words
 
 
 def generate(directory: Path, prompt: str,

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -27,7 +25,6 @@ from starlette.types import ASGIApp
 from glm5.engine.config import EngineConfig
 from glm5.engine.generation import Generation
 from glm5.engine.grammar import Grammars
-from glm5.errors import Glm5Error
 from glm5.process import bind, serve_app
 from glm5.records import SamplingParams
 from glm5.serve.answer import Format, Run, answer_events, answer_whole
@@ -37,12 +34,12 @@ from glm5.serve.completions import parse_completion
 from glm5.serve.config import ServeConfig
 from glm5.serve.connection import deadline_protocol
 from glm5.serve.events import CLIENT_GONE, open_stream, token_events, unless_gone
-from glm5.serve.front import Front, error_response
+from glm5.serve.front import assemble
 from glm5.serve.handover import LENGTH_HEADER, VERSION_HEADER, PrefillPeer
 from glm5.serve.memory import Remembered, ResponseMemory
 from glm5.serve.metrics import Metrics
 from glm5.serve.openapi import docs_page, openapi
-from glm5.serve.protocol import ApiError, dump, field, parse_generate, read_json, to_api_error
+from glm5.serve.protocol import ApiError, dump, field, parse_generate, read_json
 from glm5.serve.responses import parse_response
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 
@@ -178,7 +175,7 @@ class Api:
 
     async def metrics_page(self, request: Request) -> Response:
         """Counters and load for Prometheus."""
-        return PlainTextResponse(self.metrics.render(self._engine.stats()), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(self.metrics.render(asdict(self._engine.stats())), media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
         """The OpenAPI description of this server."""
@@ -309,7 +306,6 @@ def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str, config: Ser
     """The ASGI application over ``engine``, which it closes at shutdown. Raises ServiceError for a bad access log."""
     config = config or ServeConfig()
     api = Api(engine, tokenizer, model_name, config)
-    routes = api.routes()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -317,28 +313,8 @@ def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str, config: Ser
         if api.peer is not None:
             await api.peer.close()
         await asyncio.to_thread(engine.close)
-        front.close()
 
-    app = Starlette(
-        routes=routes,
-        lifespan=lifespan,
-        exception_handlers={
-            Glm5Error: _on_error,
-            HTTPException: _on_http_error,
-            RecursionError: _on_recursion,
-            Exception: _on_defect,
-        },
-    )
-    front = Front(app, config, api.metrics, [route.path for route in routes])
-    if not config.cors_origins:
-        return front
-    return CORSMiddleware(
-        front,
-        allow_origins=config.cors_origins,
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
-    )
+    return assemble(api.routes(), config, api.metrics, lifespan)
 
 
 def serve(
@@ -349,8 +325,9 @@ def serve(
     engine_config: EngineConfig | None = None,
     weight_version: int = 0,
     config: ServeConfig | None = None,
+    model_name: str = "",
 ) -> None:
-    """Serve the checkpoint in ``directory`` until SIGTERM. Raises CheckpointError, or ServiceError for a taken port."""
+    """Serve the checkpoint in ``directory``, by its name or ``model_name``, until SIGTERM. Raises CheckpointError, or ServiceError for a taken port."""
     config = config or ServeConfig()
     if port:
         bind(host, port).close()  # a taken port is reported before torch and the weights are loaded
@@ -379,7 +356,7 @@ def serve(
         grammars=Grammars(tokenizer),
     )
     try:
-        app = build_app(engine, tokenizer, path.resolve().name, config)
+        app = build_app(engine, tokenizer, model_name or path.resolve().name, config)
         protocol = deadline_protocol(config.header_timeout_s)
         serve_app(app, host, port, ready_file, grace_s=config.shutdown_timeout_s, protocol=protocol)
     finally:
@@ -395,29 +372,6 @@ def _owner(request: Request) -> str:
 
 def _not_stored(response_id: str) -> ApiError:
     return ApiError(404, f"Response {response_id!r} is not stored (any more)", "response_not_found", "response_id")
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Glm5Error)
-    return error_response(to_api_error(error), request.url.path)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    response = error_response(ApiError(error.status_code, message, code), request.url.path)
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _on_recursion(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(400, "body: nested too deeply; flatten it", "invalid_json"), request.url.path)
-
-
-async def _on_defect(request: Request, error: Exception) -> Response:
-    message = f"internal error ({type(error).__name__}); see the server's log"
-    return error_response(ApiError(500, message, "internal_error"), request.url.path)
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:
