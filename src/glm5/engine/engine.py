@@ -427,7 +427,8 @@ class Engine:
             zip(result.sequences, result.ids, result.logprobs, strict=True)
         ):
             if sequence.finish_reason is not None:
-                continue  # a draft behind the end
+                self._generated -= 1  # a draft behind the end
+                continue
             output_ids = sequence.output_ids
             output_ids.append(token)
             sequence.logprobs.append(logprob)
@@ -440,14 +441,15 @@ class Engine:
             elif len(output_ids) >= sequence.max_new_tokens:
                 sequence.finish_reason = "length"
                 finished.append(sequence)
-            self._generated += 1
+        self._generated += len(result.ids)
         silent = [chunk.sequence for chunk in plan.prefill if chunk.is_last and chunk.sequence.max_new_tokens == 0]
         for sequence in silent:
             if sequence.error is None:
                 sequence.finish_reason = "length"
                 finished.append(sequence)
         self._scheduler.advance(plan)
-        grown = [self._open[sequence.request_id] for sequence in dict.fromkeys(result.sequences)]
+        readers = dict.fromkeys(result.sequences) if result.drafted else result.sequences
+        grown = [self._open[sequence.request_id] for sequence in readers]
         if finished:
             self._scheduler.finish(finished)
             ended = [self._open.pop(sequence.request_id) for sequence in finished]
@@ -482,6 +484,7 @@ class Engine:
             [result.logprobs[row] for row in kept],
             [result.top_logprobs[row] for row in kept] if result.top_logprobs else [],
             [item for item in result.prompt_logprobs if item[0].request_id not in broken],
+            result.drafted,
         )
 
     def _publish(self, generations: list[Generation]) -> None:

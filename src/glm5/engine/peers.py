@@ -88,6 +88,7 @@ class LlamaCpp:
         if not context:
             raise ConfigError("bench engine: llama.cpp gave no context; free some memory")
         batch = library.llama_batch_init(params.n_batch, 0, 1)
+        vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
 
         def decode(tokens: list[tuple[int, int, int, bool]]) -> None:
             for row, (token, position, sequence, wants_logits) in enumerate(tokens):
@@ -99,7 +100,7 @@ class LlamaCpp:
 
         def best(row: int) -> int:
             logits = library.llama_get_logits_ith(context, row)
-            return int(np.ctypeslib.as_array(logits, (4096,)).argmax())
+            return int(np.ctypeslib.as_array(logits, (vocabulary,)).argmax())
 
         def run() -> None:
             library.llama_memory_clear(library.llama_get_memory(context), True)
@@ -128,7 +129,7 @@ def _convert(directory: Path, source: Path) -> Path:
         "import runpy, sys; sys.path.insert(0, sys.argv[1]); sys.path.insert(0, sys.argv[1] + '/gguf-py'); "
         "sys.argv = sys.argv[2:]; import gguf; "
         "module = runpy.run_path(sys.argv[0], run_name='converter'); "
-        "base = module['ModelBase']; cls = base.from_model_architecture('GlmMoeDsaForCausalLM'); "
+        "cls = module['get_model_class']('GlmMoeDsaForCausalLM'); "
         "cls.set_vocab = lambda self: (self._set_vocab_none()); module['main']()"
     )
     command = [sys.executable, "-c", program, str(source), str(script), str(directory), "--outfile", str(target),

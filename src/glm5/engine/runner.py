@@ -168,7 +168,7 @@ class Runner:
         ids, lengths = self._last_id[slots], self._cache.lengths_U[slots]
         place = (self._tensor(ids), self._tensor(lengths), self._tensor(slots), self._keys)
         logits_BW = self.model.ragged(*place, attention=self._attention)
-        ids, logprobs = self._sample(logits_BW, slots, 0)
+        ids, logprobs = self._sample(logits_BW, slots)
         self._last_id[slots] = ids
         self._cache.lengths_U[slots] = lengths + 1
         self._counter[slots] += np.uint64(1)
@@ -204,8 +204,10 @@ class Runner:
             np.concatenate([nothing, *spans]),
         )
 
-    def _sample(self, logits_BW: Tensor, slots: np.ndarray, offsets: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and log-probs of rows that are ``offsets`` tokens behind the last id of their slots."""
+    def _sample(
+        self, logits_BW: Tensor, slots: np.ndarray, offsets: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and log-probs of rows that are ``offsets`` tokens, or none, behind the last id of their slots."""
         if not len(logits_BW):
             return np.zeros(0, np.int64), np.zeros(0, np.float32)
         settings = self._settings().at(slots, offsets)
