@@ -83,7 +83,8 @@ def test_a_real_model_with_caching_chunks_and_a_small_cache_keeps_its_tokens(
     model: GlmMoeDsaForCausalLM, make_engine: MakeEngine
 ) -> None:
     plain = make_engine(prefix_cache=False)
-    small = make_engine(speculative=2, prefill_chunk=5, block_size=8, cache_bytes=cache_bytes(model, 100, with_mtp=True))
+    room = cache_bytes(model, 100, with_mtp=True)
+    small = make_engine(speculative=2, prefill_chunk=5, block_size=8, cache_bytes=room)
     expected = ask(plain)
     for _ in range(2):  # the second time from the prefix cache
         assert [item.output_ids for item in ask(small)] == [item.output_ids for item in expected]

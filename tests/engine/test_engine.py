@@ -168,7 +168,8 @@ def test_preemption_loses_nothing(model: GlmMoeDsaForCausalLM, make_engine: Make
     params = [sampled(20, seed=seed) if seed % 2 else greedy(20) for seed in range(24)]
     small = make_engine(block_size=8, cache_bytes=cache_bytes(model, 160))
     expected = make_engine(max_slots=24, prefix_cache=False)
-    handles = [small.submit(prompt, one, priority=n % 3) for n, (prompt, one) in enumerate(zip(asked, params, strict=True))]
+    pairs = zip(asked, params, strict=True)
+    handles = [small.submit(prompt, one, priority=n % 3) for n, (prompt, one) in enumerate(pairs)]
     for handle, prompt, one in zip(handles, asked, params, strict=True):
         found, wanted = handle.result(WAIT_S), expected.submit(prompt, one).result(WAIT_S)
         assert found.output_ids == wanted.output_ids and len(found.weight_versions) == 20

@@ -30,7 +30,9 @@ def fill(engine, ids: list[int]) -> CachedPrefix:
 
 
 @pytest.mark.parametrize("speculative", [0, 2])
-def test_an_imported_prefix_gives_the_tokens_of_one_that_was_computed(make_engine: MakeEngine, speculative: int) -> None:
+def test_an_imported_prefix_gives_the_tokens_of_one_that_was_computed(
+    make_engine: MakeEngine, speculative: int
+) -> None:
     filler, decoder = make_engine(speculative=speculative), make_engine(speculative=speculative)
     prefix = fill(filler, PROMPT)
     assert prefix.length == len(PROMPT) and decoder.cached_length(PROMPT) == 0

@@ -1,4 +1,4 @@
-"""Real server processes beyond the plain one: prefill and decode apart, and quantised checkpoints with a rounded cache."""
+"""Real server processes beyond the plain one: prefill and decode apart, quantised checkpoints, rounded caches."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from glm5.cli.options import AsJson, Device, Host, Port, ReadyFile, print_result
 from glm5.device import AUTO
 
 
-def serve(context: typer.Context, directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_file: ReadyFile = None,
+def serve(context: typer.Context, directory: Path, host: Host = "127.0.0.1", port: Port = 8000,
+          ready_file: ReadyFile = None,
           max_slots: Annotated[int, typer.Option(help="Sequences held in the cache at once.")] = 16,
           max_context: Annotated[int, typer.Option(help="Tokens per sequence; 0 takes the model's maximum.")] = 0,
           threads: Annotated[int, typer.Option(help="CPU threads of the engine; 0 takes all cores.")] = 0,

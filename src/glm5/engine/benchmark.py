@@ -195,7 +195,8 @@ def _update_rows(options: Options, scratch: Path) -> list[Row]:
     directory = scratch / "nano"
     save_model(nano, directory)
     count, milliseconds = (2 if options.quick else 9), []
-    with Engine(load_weights(directory, EngineConfig()), [], EngineConfig(max_slots=8, max_context=512, threads=options.threads)) as engine:
+    settings = EngineConfig(max_slots=8, max_context=512, threads=options.threads)
+    with Engine(load_weights(directory, settings), [], settings) as engine:
         for version in range(1, count + 1):
             running = [engine.submit(prompt, _params(256)) for prompt in _prompts(8, 32, limit=nano.config.vocab_size)]
             outcome = engine.update_weights(directory, version)
@@ -219,7 +220,8 @@ def _speculative_rows(options: Options, checkpoint: Path) -> list[Row]:
         for drafts in (1, 3):
             plain, drafting = EngineConfig(**settings), EngineConfig(**settings, speculative=drafts)
             with Engine(model, [], plain) as without, Engine(model, [], drafting) as with_drafts:
-                candidates = {"plain": _decode_only(without, prompts, new), "drafts": _decode_only(with_drafts, prompts, new)}
+                engines = {"plain": without, "drafts": with_drafts}
+                candidates = {name: _decode_only(engine, prompts, new) for name, engine in engines.items()}
                 seconds = _alternate(candidates, options.rounds)
                 length = with_drafts.stats().acceptance_length
             name = f"speculative.b{batch}.n{drafts}"

@@ -49,12 +49,17 @@ class Drafter:
         return model.ragged_mtp(hidden_MD, *place, self._keys, self._attention)
 
     def draft(
-        self, model: GlmMoeDsaForCausalLM | LedModel, hidden_MD: Tensor, slots: np.ndarray, wanted: np.ndarray, settings: RowSettings
+        self,
+        model: GlmMoeDsaForCausalLM | LedModel,
+        hidden_MD: Tensor,
+        slots: np.ndarray,
+        wanted: np.ndarray,
+        settings: RowSettings,
     ) -> None:
         """Draw ``wanted`` drafts, one number a row, for ``slots``.
 
-        Row r of ``hidden_MD`` is the MTP layer's state at the last token of ``slots[r]`` that has keys; ``settings`` say
-        how the token after the next one will be sampled.
+        Row r of ``hidden_MD`` is the MTP layer's state at the last token of ``slots[r]`` that has keys; ``settings``
+        say how the token after the next one will be sampled.
         """
         self.count_U[slots] = wanted
         rows, lengths = np.flatnonzero(wanted), self._cache.lengths_U[slots]

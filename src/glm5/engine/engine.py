@@ -505,8 +505,8 @@ def _count_blocks(model: GlmMoeDsaForCausalLM | LedModel, config: EngineConfig, 
     blocks = config.cache_bytes // (per_token * config.block_size)
     if blocks < 2:
         raise ConfigError(
-            f"cache_bytes={config.cache_bytes}: holds {blocks} blocks of {config.block_size} tokens at {per_token} bytes "
-            "each; give room for at least two blocks"
+            f"cache_bytes={config.cache_bytes}: holds {blocks} blocks of {config.block_size} tokens at {per_token} "
+            "bytes each; give room for at least two blocks"
         )
     return blocks
 

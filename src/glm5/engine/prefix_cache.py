@@ -42,8 +42,8 @@ class Placement:
 class PrefixCache:
     """Bookkeeping of slots and blocks; the tensors belong to the runner.
 
-    ``table_UZ`` names the blocks of each slot, ``num_blocks_U`` how many it has, ``lengths_U`` how many of its positions
-    have keys: the position of the next token. With ``recompute_last`` one cached token less is reused, for those who
+    ``table_UZ`` names the blocks of each slot, ``num_blocks_U`` how many it has, ``lengths_U`` how many of its
+    positions have keys: the position of the next token. With ``recompute_last`` one cached token less is reused, for those who
     need its hidden state.
     """
 
@@ -136,7 +136,7 @@ class PrefixCache:
         return Placement(slot, cached, copy)
 
     def reserve(self, slot: int, length: int) -> bool:
-        """Give ``slot`` blocks for ``length`` positions, evicting what nobody uses; False, changing nothing, if it fails."""
+        """Give ``slot`` blocks for ``length`` positions, evicting what nobody uses; False, with no change, if it fails."""
         have, wanted = int(self.num_blocks_U[slot]), self.blocks_of(length)
         if wanted <= have:
             return True
@@ -147,7 +147,7 @@ class PrefixCache:
         return True
 
     def publish(self, slot: int, tokens: np.ndarray, is_complete: bool) -> None:
-        """Let others share ``tokens``, whose keys ``slot`` holds: whole blocks, and the rest once it ``is_complete``."""
+        """Let others share ``tokens``, whose keys ``slot`` holds: whole blocks, the rest once it ``is_complete``."""
         node = self._pinned[slot]
         if not self.is_enabled or self._versions[slot] != self.version or node is None:
             return
@@ -183,7 +183,7 @@ class PrefixCache:
         return match.length, match.blocks
 
     def adopt(self, tokens: np.ndarray, write: Callable[[list[int]], None]) -> bool:
-        """Make ``tokens`` known whose keys ``write`` stores in the blocks that it is given; False when there is no room."""
+        """Make ``tokens`` known whose keys ``write`` stores in the blocks that it gets; False when there is no room."""
         count = self.blocks_of(len(tokens))
         if not self.is_enabled or not self._make_room(count):
             return False

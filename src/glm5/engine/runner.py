@@ -252,7 +252,7 @@ class Runner:
         ids: np.ndarray,
         hidden_MD: Tensor,
     ) -> None:
-        """Feed the MTP layer the chunks and ``kept`` tokens of each decoding sequence; draft behind the tokens ``ends``.
+        """Feed the MTP layer the chunks and ``kept`` tokens of each decoding sequence; draft behind tokens ``ends``.
 
         ``slots`` are those of all sequences that sampled; without ``ends`` they get no drafts.
         """

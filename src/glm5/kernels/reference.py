@@ -233,7 +233,8 @@ def _cache_rows(cache: Tensor, table_UZ: Tensor | None, slots_M: Tensor, lengths
     """Rows in ``cache.flatten(0, 1)`` of the first ``longest`` entries of each query's slot; past its length row 0."""
     positions_S = torch.arange(longest, device=cache.device)
     blocks_US = torch.arange(cache.shape[0], device=cache.device)[:, None] if table_UZ is None else table_UZ.long()
-    rows_MS = blocks_US[slots_M.long()][:, positions_S // cache.shape[1]] * cache.shape[1] + positions_S % cache.shape[1]
+    size = cache.shape[1]
+    rows_MS = blocks_US[slots_M.long()][:, positions_S // size] * size + positions_S % size
     return rows_MS.where(positions_S < lengths_M[:, None], 0)
 
 

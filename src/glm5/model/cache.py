@@ -6,8 +6,8 @@ are undefined and never read. The latent entry is ``cat[kv latent, rotated key]`
 and rotation: both depend on the tokens up to their own and on nothing else, so that a block may be copied or sent to
 another process.
 
-Entries are kept as they are, or rounded to 8 bits (``quantize.caches``). Attention reads rounded ones from a copy of the
-blocks that a step needs, one layer at a time: ``view`` names these blocks and numbers them anew. So the rounded cache
+Entries are kept as they are, or rounded to 8 bits (``quantize.caches``). Attention reads rounded ones from a copy of
+the blocks that a step needs, one layer at a time: ``view`` names these blocks and numbers them anew. So the rounded cache
 costs a pass over the keys of the running sequences per layer and step, and the memory of one layer's share of them.
 
 Letters: L layers, P blocks, S positions of a block, U slots, Z blocks of a slot, M tokens, K = kv latent + rotary dims,
@@ -109,8 +109,8 @@ class KeyCache:
         return self.latents[number], self.index_keys[number]
 
     def view(self, slots_M: Tensor, lengths_M: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What is read by tokens that see the first ``lengths[m]`` positions of slot ``slots[m]``: a block table, and the
-        blocks that its numbers stand for; None means all."""
+        """What is read by tokens that see the first ``lengths[m]`` positions of slot ``slots[m]``: a block table, and
+        the blocks that its numbers stand for; None means all."""
         if self._kind == "auto":
             return self.table_UZ, None
         table_UZ = self.table_UZ.long()

@@ -175,7 +175,8 @@ class Api:
 
     async def metrics_page(self, request: Request) -> Response:
         """Counters and load for Prometheus."""
-        return PlainTextResponse(self.metrics.render(asdict(self._engine.stats())), media_type="text/plain; version=0.0.4")
+        page = self.metrics.render(asdict(self._engine.stats()))
+        return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
         """The OpenAPI description of this server."""
@@ -327,7 +328,8 @@ def serve(
     config: ServeConfig | None = None,
     model_name: str = "",
 ) -> None:
-    """Serve the checkpoint in ``directory``, by its name or ``model_name``, until SIGTERM. Raises CheckpointError, or ServiceError for a taken port."""
+    """Serve the checkpoint in ``directory``, by its name or ``model_name``, until SIGTERM. Raises CheckpointError, or
+    ServiceError for a taken port."""
     config = config or ServeConfig()
     if port:
         bind(host, port).close()  # a taken port is reported before torch and the weights are loaded

@@ -48,8 +48,8 @@ class ServeConfig:
         if self.role not in ("both", "prefill", "decode"):
             raise ConfigError(f"role={self.role!r}: expected both, prefill or decode; correct it")
         if (self.role == "decode") != bool(self.peer):
-            raise ConfigError(f"role={self.role!r} with peer={self.peer!r}: a peer belongs to the role decode, and only "
-                              "to it; give both or neither")
+            raise ConfigError(f"role={self.role!r} with peer={self.peer!r}: a peer belongs to the role decode, and "
+                              "only to it; give both or neither")
         if self.response_memory_bytes < 0:
             raise ConfigError(f"response_memory_bytes={self.response_memory_bytes}: must be 0 (store nothing) or more")
         if any(not key or not key.isascii() for key in self.api_keys):

@@ -190,7 +190,7 @@ class Replicas:
             else:
                 number = self.router.choose(prompt, tried)
             if number is None:
-                raise ApiError(503, f"no replica answers ({len(tried)} tried); they are being started again, retry later",
+                raise ApiError(503, f"no replica answers ({len(tried)} tried); they start again, retry later",
                                "no_replica")
             tried.append(number)
             try:

@@ -1,8 +1,8 @@
 """Which replica serves a request: the one that probably has its beginning cached, unless it is much busier than others.
 
-A prompt is cut into pieces of equal length, and every beginning of it that ends with a piece is remembered, by its hash,
-with the replica that got it last. A request goes where its longest remembered beginning went. Nothing is known about the
-replicas' caches: a wrong guess costs a prefill.
+A prompt is cut into pieces of equal length, and every beginning of it that ends with a piece is remembered, by its
+hash, with the replica that got it last. A request goes where its longest remembered beginning went. Nothing is known
+about the replicas' caches: a wrong guess costs a prefill.
 """
 
 from __future__ import annotations

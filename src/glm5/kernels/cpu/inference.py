@@ -136,5 +136,5 @@ def _check(outside: int, slots_M: Tensor, lengths_M: Tensor, cache: Tensor, tabl
     if outside:
         query = outside - 1
         raise KernelError(f"ragged attention: query {query} reads {int(lengths_M[query])} entries of slot "
-                          f"{int(slots_M[query])}; the cache has {table_UZ.shape[0]} slots of {table_UZ.shape[1]} blocks "
-                          f"of {cache.shape[1]} entries, {cache.shape[0]} blocks in all; check the scheduler")
+                          f"{int(slots_M[query])}; the cache has {table_UZ.shape[0]} slots of {table_UZ.shape[1]} "
+                          f"blocks of {cache.shape[1]} entries, {cache.shape[0]} blocks in all; check the scheduler")
