@@ -1,8 +1,8 @@
 """Keys of a prompt on their way from an engine that fills to one that decodes.
 
 A ``CachedPrefix`` holds the cache blocks of the first tokens of a prompt. The receiving engine puts them into its
-prefix cache, where the request finds them as if it had computed them. Both engines must serve the same weights with the same
-cache layout; the receiver checks version, shapes and types.
+prefix cache, where the request finds them as if it had computed them. Both engines must serve the same weights with
+the same cache layout; the receiver checks version, shapes and types.
 """
 
 from __future__ import annotations

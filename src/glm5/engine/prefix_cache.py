@@ -43,8 +43,8 @@ class PrefixCache:
     """Bookkeeping of slots and blocks; the tensors belong to the runner.
 
     ``table_UZ`` names the blocks of each slot, ``num_blocks_U`` how many it has, ``lengths_U`` how many of its
-    positions have keys: the position of the next token. With ``recompute_last`` one cached token less is reused, for those who
-    need its hidden state.
+    positions have keys: the position of the next token. With ``recompute_last`` one cached token less is reused, for
+    those who need its hidden state.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class PrefixCache:
         return Placement(slot, cached, copy)
 
     def reserve(self, slot: int, length: int) -> bool:
-        """Give ``slot`` blocks for ``length`` positions, evicting what nobody uses; False, with no change, if it fails."""
+        """Give ``slot`` blocks for ``length`` positions, evicting what nobody uses; False when it is full."""
         have, wanted = int(self.num_blocks_U[slot]), self.blocks_of(length)
         if wanted <= have:
             return True

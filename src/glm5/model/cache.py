@@ -7,8 +7,9 @@ and rotation: both depend on the tokens up to their own and on nothing else, so 
 another process.
 
 Entries are kept as they are, or rounded to 8 bits (``quantize.caches``). Attention reads rounded ones from a copy of
-the blocks that a step needs, one layer at a time: ``view`` names these blocks and numbers them anew. So the rounded cache
-costs a pass over the keys of the running sequences per layer and step, and the memory of one layer's share of them.
+the blocks that a step needs, one layer at a time: ``view`` names these blocks and numbers them anew. So the rounded
+cache costs a pass over the keys of the running sequences per layer and step, and the memory of one layer's share of
+them.
 
 Letters: L layers, P blocks, S positions of a block, U slots, Z blocks of a slot, M tokens, K = kv latent + rotary dims,
 X index head dim, D channels of an entry.
