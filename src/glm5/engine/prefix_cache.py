@@ -136,7 +136,7 @@ class PrefixCache:
         return Placement(slot, cached, copy)
 
     def reserve(self, slot: int, length: int) -> bool:
-        """Give ``slot`` blocks for ``length`` positions, evicting what nobody uses; False when it is full."""
+        """Blocks for ``length`` positions of ``slot``, evicting what nobody uses; False, changing nothing, if it fails."""
         have, wanted = int(self.num_blocks_U[slot]), self.blocks_of(length)
         if wanted <= have:
             return True

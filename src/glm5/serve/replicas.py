@@ -91,6 +91,7 @@ class Replicas:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.aclose()
+        await asyncio.to_thread(self.stop)  # also ends the wait for one that is being started
 
     def routes(self) -> list[Route]:
         """Those of ``app.Api``."""
@@ -290,7 +291,7 @@ class Replicas:
             try:
                 await self._start_again(number)
                 missed = 0
-            except Glm5Error as error:
+            except (Glm5Error, OSError) as error:
                 _log.warning("%s", error)
                 await asyncio.sleep(_RETRY_START_S)
 
@@ -347,7 +348,7 @@ def serve_replicas(directory: Path, count: int, host: str, port: int, ready_file
 
 
 def _agreement(answers: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    return {"success": all(answer.get("success") for answer in answers.values())}
+    return {"success": bool(answers) and all(answer.get("success") for answer in answers.values())}
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:
