@@ -44,9 +44,9 @@ def test_log_probs_are_those_of_the_quantised_model_and_a_swap_is_served(
         torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize(("kind", "limit"), [("int8", 0.05), ("fp8", 0.15)])
 def test_an_engine_with_a_rounded_cache_needs_less_memory_and_says_nearly_the_same(
-    kind: str, make_engine: MakeEngine
+    kind: str, limit: float, make_engine: MakeEngine
 ) -> None:
     prompt = [(7 * k) % STOP for k in range(60)]
     params = SamplingParams(temperature=0, max_new_tokens=0)
@@ -55,7 +55,7 @@ def test_an_engine_with_a_rounded_cache_needs_less_memory_and_says_nearly_the_sa
     for name, engine in engines.items():
         scores[name] = engine.submit(prompt, params, prompt_logprobs=True).result(60).prompt_logprobs[1:]
     exact, rounded = torch.tensor(scores["auto"]), torch.tensor(scores[kind])
-    assert 0 < (exact - rounded).abs().mean() < 0.05 * exact.std()
+    assert 0 < (exact - rounded).abs().mean() < limit * exact.std()
     assert engines[kind].stats().cache_bytes < 0.55 * engines["auto"].stats().cache_bytes
     sampling = SamplingParams(max_new_tokens=20, seed=3, stop_token_ids=())
     alone = engines[kind].submit(prompt, sampling).result(60)

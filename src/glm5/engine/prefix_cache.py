@@ -136,7 +136,7 @@ class PrefixCache:
         return Placement(slot, cached, copy)
 
     def reserve(self, slot: int, length: int) -> bool:
-        """Blocks for ``length`` positions of ``slot``, evicting what nobody uses; False, changing nothing, if it fails."""
+        """Blocks for ``length`` positions of ``slot``, evicting unused ones; False, changing nothing, if it fails."""
         have, wanted = int(self.num_blocks_U[slot]), self.blocks_of(length)
         if wanted <= have:
             return True
