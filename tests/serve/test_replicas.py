@@ -34,15 +34,19 @@ class Pair:
     def stats(self) -> dict[str, Any]:
         return self.client.get("/stats").json()
 
+    def pids(self) -> list[int]:
+        return [one["pid"] for one in self.stats()["replicas"]]
+
     def generate(self, ids: list[int], new: int = 12) -> dict[str, Any]:
         params = {"temperature": 0, "max_new_tokens": new, "stop_token_ids": []}
         answer = self.client.post("/generate", json={"input_ids": ids, "sampling_params": params})
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def wait_alive(self) -> None:
+    def wait_replaced(self, pid: int) -> None:
+        """Until both are alive and neither is process ``pid``."""
         deadline = time.monotonic() + 120
-        while self.client.get("/health").json()["replicas_alive"] < 2:
+        while self.client.get("/health").json()["replicas_alive"] < 2 or pid in self.pids():
             assert time.monotonic() < deadline, "the replica was not started again"
             time.sleep(0.1)
 
@@ -56,9 +60,8 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     try:
         url = wait_ready(process, root / "ready.json", root / "serve.log", 180)
         with httpx.Client(base_url=url, timeout=120, headers={"authorization": f"Bearer {KEY}"}) as client:
-            pids = [one["pid"] for one in Pair(client).stats()["replicas"]]
             yield Pair(client)
-            pids = [one["pid"] for one in Pair(client).stats()["replicas"]]
+            pids = Pair(client).pids()
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(30) is not None
         for pid in pids:
@@ -125,17 +128,17 @@ def test_a_killed_replica_ends_its_streams_and_is_replaced(pair: Pair) -> None:
         pair.client.post("/continue_generation")
         for future in waiting:  # that of the killed one went to the other
             assert len(future.result()["output_ids"]) == 3 and set(future.result()["weight_versions"]) <= {3, 4}
-    pair.wait_alive()
+    pair.wait_replaced(stats["replicas"][0]["pid"])
     with pair.client.stream("POST", "/generate", json={**body, "stream": True}) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
-        for one in pair.stats()["replicas"]:
-            if one["running"]:
-                os.kill(one["pid"], signal.SIGKILL)
+        busy = [one["pid"] for one in pair.stats()["replicas"] if one["running"]]
+        assert len(busy) == 1
+        os.kill(busy[0], signal.SIGKILL)
         last = [line for line in lines if line][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_failed"
     assert len(pair.generate([4, 5, 6])["output_ids"]) == 12  # at once, on the other one
-    pair.wait_alive()
+    pair.wait_replaced(busy[0])
     assert len({one["weight_version"] for one in pair.stats()["replicas"]}) == 1
 
 
