@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from glm5.errors import ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.model.quantize.export import Transforms, Variant, quantise_checkpoint
 from glm5.model.quantize.plan import QuantisationPlan
@@ -41,3 +42,24 @@ def test_log_probs_are_those_of_the_quantised_model_and_a_swap_is_served(
         # Absorbed and expanded attention differ in the last bits, which may move a rounded input by one level.
         tolerance = 1e-4 if name == "w8a16" else 0.1
         torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("int8", 0.05), ("fp8", 0.15)])
+def test_an_engine_with_a_rounded_cache_needs_less_memory_and_says_nearly_the_same(
+    kind: str, limit: float, make_engine: MakeEngine
+) -> None:
+    prompt = [(7 * k) % STOP for k in range(60)]
+    params = SamplingParams(temperature=0, max_new_tokens=0)
+    engines = {name: make_engine(cache_dtype=name, attention="dense") for name in ("auto", kind)}
+    scores = {}
+    for name, engine in engines.items():
+        scores[name] = engine.submit(prompt, params, prompt_logprobs=True).result(60).prompt_logprobs[1:]
+    exact, rounded = torch.tensor(scores["auto"]), torch.tensor(scores[kind])
+    assert 0 < (exact - rounded).abs().mean() < limit * exact.std()
+    assert engines[kind].stats().cache_bytes < 0.55 * engines["auto"].stats().cache_bytes
+    sampling = SamplingParams(max_new_tokens=20, seed=3, stop_token_ids=())
+    alone = engines[kind].submit(prompt, sampling).result(60)
+    again = engines[kind].submit(prompt, sampling).result(60)  # over entries that are in the cache
+    assert again.output_ids == alone.output_ids and again.cached_tokens == len(prompt) - 1
+    with pytest.raises(ConfigError, match="cache_dtype='int4'"):
+        make_engine(cache_dtype="int4")

@@ -256,7 +256,7 @@ def test_a_port_in_use_is_one_line_and_exit_2(checkpoint: Path, tmp_path: Path) 
 
 def test_the_protocol_modules_load_without_torch() -> None:
     code = (
-        "import sys, glm5.serve.app, glm5.serve.openai, glm5.serve.generate, glm5.engine.scheduler; "
+        "import sys, glm5.serve.app, glm5.dialects.openai, glm5.serve.generate, glm5.engine.scheduler; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

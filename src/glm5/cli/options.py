@@ -29,6 +29,7 @@ def print_results(command: str, rows: list[dict[str, Any]], as_json: bool = Fals
     out = sys.stderr if as_json else sys.stdout
     for row in rows:
         interval = f"  [{row['low']:.3f}, {row['high']:.3f}]" if "low" in row else ""
-        print(f"{row['name']:40} {row['value']:>18} {row['unit']}{interval}", file=out)
+        value = "-" if row["value"] is None else row["value"]
+        print(f"{row['name']:40} {value:>18} {row['unit']}{interval}", file=out)
     if as_json:
         print(json.dumps({**results_object(command, rows), **more}))

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from glm5.cli.options import Device, Host, Port, ReadyFile
+from glm5.cli.options import AsJson, Device, Host, Port, ReadyFile, print_results
 from glm5.device import AUTO
 
 
-def serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_file: ReadyFile = None,
+def serve(context: typer.Context, directory: Path, host: Host = "127.0.0.1", port: Port = 8000,
+          ready_file: ReadyFile = None,
           max_slots: Annotated[int, typer.Option(help="Sequences held in the cache at once.")] = 16,
           max_context: Annotated[int, typer.Option(help="Tokens per sequence; 0 takes the model's maximum.")] = 0,
           threads: Annotated[int, typer.Option(help="CPU threads of the engine; 0 takes all cores.")] = 0,
           device: Device = None,
           weight_version: Annotated[int, typer.Option(help="Policy version of these weights.")] = 0,
           max_waiting: Annotated[int, typer.Option(help="Requests that may wait for a slot.")] = 4096,
+          cache_mib: Annotated[int, typer.Option(help="Memory of the key cache; 0 fits all slots.")] = 0,
+          cache_dtype: Annotated[str, typer.Option(help="Entries of the key cache: auto, int8 or fp8.")] = "auto",
+          speculative: Annotated[int, typer.Option(help="Tokens that the MTP layer drafts, 0 to 7.")] = 0,
+          replicas: Annotated[int, typer.Option(help="Engine processes behind this address.")] = 1,
+          model_name: Annotated[str, typer.Option(help="Name of the model; the directory's without it.")] = "",
+          role: Annotated[str, typer.Option(help="both, prefill or decode.")] = "both",
+          peer: Annotated[str, typer.Option(help="With --role decode: URL of the server with --role prefill.")] = "",
           api_key: Annotated[list[str] | None, typer.Option(help="Key for clients; repeat for several.")] = None,
           api_key_file: Annotated[Path | None, typer.Option(help="File with one key a line.")] = None,
           cors: Annotated[list[str] | None, typer.Option(help="Web origin that may call; * means all.")] = None,
@@ -35,13 +44,38 @@ def serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8000, ready_fi
     from glm5.serve.config import ServeConfig, read_keys
 
     config = EngineConfig(max_slots=max_slots, max_context=max_context, threads=threads, max_waiting=max_waiting,
-                          device=device or AUTO)
+                          device=device or AUTO, cache_bytes=cache_mib << 20, cache_dtype=cache_dtype,
+                          speculative=speculative)
     limits = ServeConfig(
         api_keys=(*(api_key or []), *(read_keys(api_key_file) if api_key_file else [])),
         cors_origins=tuple(cors or ()), max_body_bytes=max_body_mib << 20, max_concurrent=max_concurrent,
         request_timeout_s=request_timeout, header_timeout_s=header_timeout, body_timeout_s=body_timeout,
-        shutdown_timeout_s=shutdown_timeout, response_memory_bytes=response_memory_mib << 20, access_log=access_log)
-    serve_directory(directory, host, port, ready_file, config, weight_version=weight_version, config=limits)
+        shutdown_timeout_s=shutdown_timeout, response_memory_bytes=response_memory_mib << 20, access_log=access_log,
+        role=role, peer=peer)
+    if replicas != 1:
+        from glm5.serve.replicas import serve_replicas
+
+        kept = {name: value for name, value in context.params.items() if name not in _OF_THE_FRONT}
+        kept["threads"] = threads or max(1, (os.cpu_count() or 1) // max(replicas, 1))
+        serve_replicas(directory, replicas, host, port, ready_file, weight_version, model_name, _options(kept), limits)
+        return
+    serve_directory(directory, host, port, ready_file, config, weight_version=weight_version, config=limits,
+                    model_name=model_name)
+
+
+_OF_THE_FRONT = ("directory", "host", "port", "ready_file", "replicas", "weight_version", "model_name", "cors",
+                 "access_log")
+"""Options of ``serve`` that replicas do not get."""
+
+
+def _options(values: dict[str, Any]) -> list[str]:
+    """``values`` of parameters as words of a command line; lists repeat, None is left out."""
+    words: list[str] = []
+    for name, value in values.items():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is not None:
+                words += [f"--{name.replace('_', '-')}", str(one)]
+    return words
 
 
 def generate(directory: Path, prompt: str,
@@ -75,3 +109,18 @@ def gateway(engine: Annotated[list[str], typer.Option(help="Engine URL; repeat f
     from glm5.gateway.app import run_gateway
 
     run_gateway(engine, tokenizer, store, host, port, ready_file)
+
+
+def bench_engine(quick: Annotated[bool, typer.Option(help="Small sizes and one round: does everything run?")] = False,
+                 rounds: Annotated[int, typer.Option(help="Alternating rounds; the rows are their medians.")] = 3,
+                 threads: Annotated[int, typer.Option(help="Threads of every candidate; 0 takes all cores.")] = 0,
+                 llama_source: Annotated[Path | None, typer.Option(help="Source tree of llama.cpp, for its converter; "
+                                                                        "without it llama.cpp is left out.")] = None,
+                 checkpoint: Annotated[Path | None, typer.Option(help="Trained checkpoint for the rows of speculative "
+                                                                      "decoding.")] = None,
+                 as_json: AsJson = False) -> None:
+    """The engine against Transformers and llama.cpp, at long context, in a session, and while weights change."""
+    from glm5.engine.benchmark import Options, measure
+
+    options = Options(quick=quick, rounds=rounds, threads=threads, llama_source=llama_source, checkpoint=checkpoint)
+    print_results("bench engine", measure(options), as_json)

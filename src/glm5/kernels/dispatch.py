@@ -124,25 +124,25 @@ def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD
 
 
 def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M: Tensor, lengths_M: Tensor,
-                  index_topk: int) -> Tensor | None:
+                  index_topk: int, table_UZ: Tensor | None = None) -> Tensor | None:
     """See ``reference.ragged_select``."""
-    if not _native_cache(index_keys_PSX):
-        return reference.ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk)
-    return inference.ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk)
+    form = inference if _native_cache(index_keys_PSX) else reference
+    return form.ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk, table_UZ)
 
 
 def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths_M: Tensor, positions_MK: Tensor | None,
-                     scale: float, kv_lora_rank: int) -> Tensor:
+                     scale: float, kv_lora_rank: int, table_UZ: Tensor | None = None) -> Tensor:
     """See ``reference.ragged_attention``."""
-    if not _native_cache(latent_PSK):
-        return reference.ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank)
-    return inference.ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank)
+    form = inference if _native_cache(latent_PSK) else reference
+    return form.ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank, table_UZ)
 
 
 def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor, index_keys_PSX: Tensor,
-               slots_M: Tensor, lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int) -> Tensor:
+               slots_M: Tensor, lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int,
+               table_UZ: Tensor | None = None) -> Tensor:
     """See ``reference.ragged_dsa``."""
-    arguments = (q_MHK, iq_MJX, iw_MJ, latent_PSK, index_keys_PSX, slots_M, lengths_M, index_topk, scale, kv_lora_rank)
+    arguments = (q_MHK, iq_MJX, iw_MJ, latent_PSK, index_keys_PSX, slots_M, lengths_M, index_topk, scale, kv_lora_rank,
+                 table_UZ)
     native = _native_cache(latent_PSK) and latent_PSK.dtype == index_keys_PSX.dtype
     return inference.ragged_dsa(*arguments) if native else reference.ragged_dsa(*arguments)
 

@@ -7,9 +7,10 @@ fp32. Everything here is differentiable by autograd unless its docstring says "n
 Invariants: results do not depend on how rows are grouped into calls except by floating-point rounding; equal index
 scores are resolved towards the lower position; a row without any valid key gives zeros, never NaN.
 
-Letters: B batch, T queries, S keys, M flattened tokens, P cache slots, D hidden, H heads, N/R nope/rope dims, V value
-dim, C kv latent, K key dim of attention (C + R when absorbed, N + R when expanded) or selected keys (``positions_MK``),
-J index heads, X index head dim, E experts, A experts per token, F expert hidden, G = 2F (gate rows first, then up).
+Letters: B batch, T queries, S keys, M flattened tokens, P cache blocks, U slots, Z blocks of a slot, D hidden, H heads,
+N/R nope/rope dims, V value dim, C kv latent, K key dim of attention (C + R when absorbed, N + R when expanded) or
+selected keys (``positions_MK``), J index heads, X index head dim, E experts, A experts per token, F expert hidden, G =
+2F (gate rows first, then up).
 """
 
 from __future__ import annotations
@@ -168,12 +169,15 @@ def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD
 
 
 def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M: Tensor, lengths_M: Tensor,
-                  index_topk: int) -> Tensor | None:
+                  index_topk: int, table_UZ: Tensor | None = None) -> Tensor | None:
     """Cache positions that each query attends to -> positions_MK, int32, ascending, padded with -1; None = all of them.
 
     Query m sees the first ``lengths[m]`` entries of slot ``slots[m]`` and keeps the ``index_topk`` best by
     ``sum_j iw[m, j] * relu(iq[m, j] . key)`` (all scale factors folded into ``iw``). Ties go to the lower position.
     Returns None when ``index_topk <= 0`` or no query sees more than ``index_topk`` keys. No gradient.
+
+    The cache is paged: entry s of slot u is entry ``s % S`` of block ``table_UZ[u, s // S]``; without a table slot p is
+    block p.
     """
     longest = int(lengths_M.max()) if lengths_M.numel() else 0
     if index_topk <= 0 or longest <= index_topk:
@@ -181,7 +185,8 @@ def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M
     positions_MK = torch.full((slots_M.numel(), index_topk), -1, dtype=torch.int32, device=slots_M.device)
     with torch.no_grad():
         for start, stop in _chunks(slots_M.numel(), longest * index_keys_PSX.shape[-1]):
-            keys_msX = index_keys_PSX[slots_M[start:stop].long(), :longest]
+            rows_mS = _cache_rows(index_keys_PSX, table_UZ, slots_M[start:stop], lengths_M[start:stop], longest)
+            keys_msX = index_keys_PSX.flatten(0, 1)[rows_mS]
             scores_mS = index_scores(iq_MJX[start:stop, None], keys_msX, iw_MJ[start:stop, None], 1.0).squeeze(1)
             selected_mS = select_topk(scores_mS, _within(lengths_M[start:stop], longest), index_topk)
             row, position = selected_mS.nonzero(as_tuple=True)
@@ -191,26 +196,24 @@ def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M
 
 
 def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths_M: Tensor, positions_MK: Tensor | None,
-                     scale: float, kv_lora_rank: int) -> Tensor:
-    """Absorbed attention over a slot cache -> out_MHC, C = ``kv_lora_rank``, in the type of q. No gradient.
+                     scale: float, kv_lora_rank: int, table_UZ: Tensor | None = None) -> Tensor:
+    """Absorbed attention over a paged cache (see ``ragged_select``) -> out_MHC in the type of q. No gradient.
 
     Query m attends to entries ``positions[m]`` (those that are not -1) of slot ``slots[m]``, or to its first
     ``lengths[m]`` entries when ``positions`` is None. Logits are ``scale * q . latent`` over all K = C + R dims; the
-    output is the weighted sum of the first C dims. A query without keys gives zeros.
+    output is the weighted sum of the first C = ``kv_lora_rank`` dims. A query without keys gives zeros.
     """
     out_MHC = q_MHK.new_empty(*q_MHK.shape[:2], kv_lora_rank)
-    longest = int(lengths_M.max()) if lengths_M.numel() else 0
+    longest = max(int(lengths_M.max()), 1) if lengths_M.numel() else 1
     with torch.no_grad():
         width = longest if positions_MK is None else positions_MK.shape[1]
         for start, stop in _chunks(slots_M.numel(), width * latent_PSK.shape[-1]):
-            slots_m = slots_M[start:stop].long()
-            if positions_MK is None:
-                keys_msK, valid_mS = latent_PSK[slots_m, :longest], _within(lengths_M[start:stop], longest)
-            else:
-                positions_mS = positions_MK[start:stop].long()
-                valid_mS = positions_mS >= 0
-                keys_msK = latent_PSK[slots_m[:, None], positions_mS.clamp_min(0)]
-            keys_msK = keys_msK.float()
+            rows_mS = _cache_rows(latent_PSK, table_UZ, slots_M[start:stop], lengths_M[start:stop], longest)
+            valid_mS = _within(lengths_M[start:stop], longest)
+            if positions_MK is not None:
+                valid_mS = positions_MK[start:stop] >= 0
+                rows_mS = rows_mS.gather(1, positions_MK[start:stop].long().clamp_min(0))
+            keys_msK = latent_PSK.flatten(0, 1)[rows_mS].float()
             logits_mHS = torch.matmul(q_MHK[start:stop].float(), keys_msK.transpose(1, 2)) * scale
             weights_mHS = _masked_softmax(logits_mHS, valid_mS.unsqueeze(1))
             keys_msC = keys_msK[..., :kv_lora_rank].masked_fill(~valid_mS.unsqueeze(-1), 0.0)  # unwritten may be NaN
@@ -219,10 +222,20 @@ def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths
 
 
 def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor, index_keys_PSX: Tensor,
-               slots_M: Tensor, lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int) -> Tensor:
-    """``ragged_select`` then ``ragged_attention``: one sparse attention layer over a slot cache -> out_MHC."""
-    positions_MK = ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk)
-    return ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank)
+               slots_M: Tensor, lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int,
+               table_UZ: Tensor | None = None) -> Tensor:
+    """``ragged_select`` then ``ragged_attention``: one sparse attention layer over a paged cache -> out_MHC."""
+    positions_MK = ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk, table_UZ)
+    return ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank, table_UZ)
+
+
+def _cache_rows(cache: Tensor, table_UZ: Tensor | None, slots_M: Tensor, lengths_M: Tensor, longest: int) -> Tensor:
+    """Rows in ``cache.flatten(0, 1)`` of the first ``longest`` entries of each query's slot; past its length row 0."""
+    positions_S = torch.arange(longest, device=cache.device)
+    blocks_US = torch.arange(cache.shape[0], device=cache.device)[:, None] if table_UZ is None else table_UZ.long()
+    size = cache.shape[1]
+    rows_MS = blocks_US[slots_M.long()][:, positions_S // size] * size + positions_S % size
+    return rows_MS.where(positions_S < lengths_M[:, None], 0)
 
 
 def _masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Multi-head latent attention restricted to the keys that the indexer selects (DSA).
 
 Two forms of the same layer. ``forward`` expands keys and values from the latent and attends over packed rows: training
-and scoring. ``ragged`` attends in the latent space itself (absorbed form) over a slot cache: inference. Both scale by
+and scoring. ``ragged`` attends in the latent space itself (absorbed form) over a paged cache: inference. Both scale by
 ``(N + R)**-0.5``.
 
 Gradient rules: the indexer sees detached inputs, selection carries no gradient, and the KL loss that trains the indexer
@@ -12,8 +12,9 @@ Where the kernels prefer it, sparse attention works on lists of selected keys. O
 span (``PackedRows.spans``) under masks. In long rows each span is recomputed in the backward pass, so
 that no tensor of size [B, H, T, T] is ever alive.
 
-Letters: B batch, T queries, S keys, M flattened tokens, P slots, D hidden, H heads, N/R nope/rope dims, V value dim,
-Q query latent, C kv latent, K = N + R (expanded) or C + R (absorbed), J index heads, X index head dim.
+Letters: B batch, T queries, S keys, M flattened tokens, P cache blocks, U slots, Z blocks of a slot, D hidden, H heads,
+N/R nope/rope dims, V value dim, Q query latent, C kv latent, K = N + R (expanded) or C + R (absorbed), J index heads, X
+index head dim.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from glm5.kernels import dispatch
+from glm5.model.cache import Entries
 from glm5.model.config import ModelConfig
 from glm5.model.indexer import Indexer
 from glm5.model.layers import PackedRows, Projection, RmsNorm, Span
@@ -66,8 +68,12 @@ class RaggedStep:
     cos_MR2: Tensor
     sin_MR2: Tensor
     slots_M: Tensor
-    positions_M: Tensor
     lengths_M: Tensor
+    rows_M: Tensor
+    """Where token m is written: row of the cache's entries, all blocks in order."""
+    table_UZ: Tensor
+    blocks: Tensor | None
+    """The blocks that the numbers in ``table_UZ`` stand for; None when they are the cache's own."""
     sparse: bool
 
 
@@ -138,7 +144,7 @@ class MultiHeadLatentAttention(nn.Module):
         out_BTD = self.part.leave(self.o_proj(out_BTHV.flatten(2)))
         return AttentionResult(out_BTD, tuple(selections) if mode.sparse else None, kl)
 
-    def ragged(self, x_MD: Tensor, step: RaggedStep, latent_PSK: Tensor, index_keys_PSX: Tensor,
+    def ragged(self, x_MD: Tensor, step: RaggedStep, latents: Entries, index_keys: Entries,
                shared: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Append the keys of M tokens to the cache, then attend from each token over its slot up to itself.
 
@@ -149,7 +155,8 @@ class MultiHeadLatentAttention(nn.Module):
             raise ValueError(_NO_SELECTION)
         q_latent_MQ = self.q_a_layernorm(self.q_a_proj(x_MD))
         latent_MC, rope_MR = self._latents(x_MD, step.cos_MR2, step.sin_MR2)
-        latent_PSK[step.slots_M, step.positions_M] = torch.cat([latent_MC, rope_MR], dim=-1).to(latent_PSK.dtype)
+        latents.write(step.rows_M, torch.cat([latent_MC, rope_MR], dim=-1))
+        latent_PSK = latents.read(step.blocks)
         up_HEC = self.kv_b_proj.weight.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
         q_MHE = self.q_b_proj(q_latent_MQ).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
         absorbed_HMC = torch.bmm(q_MHE[..., : self.nope_dim].transpose(0, 1), up_HEC[:, : self.nope_dim])
@@ -158,20 +165,21 @@ class MultiHeadLatentAttention(nn.Module):
         place = (step.slots_M, step.lengths_M)
         out_MHC = None
         if step.sparse and self.indexer is not None:
-            keys_MX = self.indexer.keys(x_MD, step.cos_MR2, step.sin_MR2)
-            index_keys_PSX[step.slots_M, step.positions_M] = keys_MX.to(index_keys_PSX.dtype)
+            index_keys.write(step.rows_M, self.indexer.keys(x_MD, step.cos_MR2, step.sin_MR2))
+            index_keys_PSX = index_keys.read(step.blocks)
             iq_MJX, iw_MJ = self.indexer.queries(x_MD, q_latent_MQ, step.cos_MR2, step.sin_MR2)
             iw_MJ = iw_MJ * self.indexer.scale
             if self.lends_selection:
-                shared = [dispatch.ragged_select(iq_MJX, iw_MJ, index_keys_PSX, *place, self.index_topk)]
+                shared = [dispatch.ragged_select(iq_MJX, iw_MJ, index_keys_PSX, *place, self.index_topk, step.table_UZ)]
             else:
                 out_MHC = dispatch.ragged_dsa(q_MHK, iq_MJX, iw_MJ, latent_PSK, index_keys_PSX, *place, self.index_topk,
-                                              self.scale, self.latent_dim)
+                                              self.scale, self.latent_dim, step.table_UZ)
         if out_MHC is None:
             positions_MK = shared[0] if step.sparse else None
-            out_MHC = dispatch.ragged_attention(q_MHK, latent_PSK, *place, positions_MK, self.scale, self.latent_dim)
+            out_MHC = dispatch.ragged_attention(q_MHK, latent_PSK, *place, positions_MK, self.scale, self.latent_dim,
+                                                step.table_UZ)
         out_HMV = torch.bmm(out_MHC.transpose(0, 1), up_HEC[:, self.nope_dim :].transpose(1, 2))
-        return self.o_proj(out_HMV.transpose(0, 1).flatten(1)), shared
+        return self.part.leave(self.o_proj(out_HMV.transpose(0, 1).flatten(1))), shared
 
     def _queries(self, q_latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotated queries [..., H, N + R]."""

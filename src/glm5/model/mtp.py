@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from glm5.model.cache import Entries
 from glm5.model.config import ModelConfig
 from glm5.model.layers import Mlp, PackedRows, Projection, RmsNorm
 from glm5.model.mla import AttentionMode, MultiHeadLatentAttention, RaggedStep
@@ -67,11 +68,11 @@ class DecoderLayer(nn.Module):
             update_BTD, router = self.mlp(normed_BTD), None
         return LayerResult(hidden_BTD + update_BTD, attention.selection, attention.indexer_kl, router)
 
-    def ragged(self, hidden_MD: Tensor, step: RaggedStep, latent_PSK: Tensor, index_keys_PSX: Tensor,
+    def ragged(self, hidden_MD: Tensor, step: RaggedStep, latents: Entries, index_keys: Entries,
                shared: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """The same block over a slot cache; see ``MultiHeadLatentAttention.ragged``."""
+        """The same block over a paged cache; see ``MultiHeadLatentAttention.ragged``."""
         x_MD = self.input_layernorm(hidden_MD)
-        out_MD, shared = self.self_attn.ragged(x_MD, step, latent_PSK, index_keys_PSX, shared)
+        out_MD, shared = self.self_attn.ragged(x_MD, step, latents, index_keys, shared)
         hidden_MD = hidden_MD + out_MD
         normed_MD = self.post_attention_layernorm(hidden_MD)
         update_MD = self.mlp.tokens(normed_MD) if isinstance(self.mlp, SparseMlp) else self.mlp(normed_MD)

@@ -1,4 +1,4 @@
-"""The GLM-5 language model: packed rows for training and scoring, ragged tokens over a slot cache for inference.
+"""The GLM-5 language model: packed rows for training and scoring, ragged tokens over a paged cache for inference.
 
 Parameter names equal those of a published checkpoint, except that the routed experts are stacked
 (``mlp.experts.gate_up_proj`` and ``mlp.experts.down_proj``); ``checkpoint`` translates. The MTP layer is the last entry
@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from glm5.model.cache import SlotCache
+from glm5.model.cache import CacheKind, KeyCache
 from glm5.model.config import ModelConfig
 from glm5.model.layers import Embedding, PackedRows, Projection, RmsNorm, rotary_tables
 from glm5.model.mla import AttentionMode, RaggedStep
@@ -151,26 +151,59 @@ class GlmMoeDsaForCausalLM(nn.Module):
         return MtpOutput(layer.shared_head.norm(result.hidden_BTD), result.indexer_kl, result.router.load_E,
                          result.router.balance_loss, shared)
 
-    @torch.inference_mode()
-    def ragged(self, ids_M: Tensor, positions_M: Tensor, slots_M: Tensor, cache: SlotCache, rows: Tensor | None = None,
-               attention: Attention = "sparse") -> Tensor:
-        """Prefill and decode tokens in one call -> logits fp32 [rows or M, W].
+    def new_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *,
+                  table_UZ: Tensor, with_mtp: bool = False, kind: CacheKind = "auto") -> KeyCache:
+        """A cache for ``ragged``."""
+        return KeyCache(self.config, num_blocks, block_size, dtype, device, table_UZ=table_UZ, with_mtp=with_mtp,
+                        kind=kind)
 
-        Token m is written at ``cache[slots[m], positions[m]]`` and attends to that slot up to itself; in each layer all
-        keys are appended before any token attends, so the tokens of one slot may be a chunk of its prompt. ``rows``
-        are the indices into M whose logits are wanted. A slot is filled and read with one kind of ``attention``.
+    @torch.inference_mode()
+    def ragged(self, ids_M: Tensor, positions_M: Tensor, slots_M: Tensor, cache: KeyCache, rows: Tensor | None = None,
+               attention: Attention = "sparse") -> Tensor:
+        """Prefill and decode tokens in one call -> logits fp32 [rows or M, W]; see ``ragged_hidden``."""
+        return self.lm_head(self.ragged_hidden(ids_M, positions_M, slots_M, cache, rows, attention)).float()
+
+    @torch.inference_mode()
+    def ragged_hidden(self, ids_M: Tensor, positions_M: Tensor, slots_M: Tensor, cache: KeyCache,
+                      rows: Tensor | None = None, attention: Attention = "sparse") -> Tensor:
+        """Hidden states after the final norm [rows or M, D].
+
+        Token m is written at position ``positions[m]`` of slot ``slots[m]`` and attends to that slot up to itself; in
+        each layer all keys are appended before any token attends, so the tokens of one slot may be a chunk of its
+        prompt. ``rows`` are the indices into M whose states are wanted. A slot is filled and read with one kind of
+        ``attention``.
         """
         hidden_MD = self.model.embed_tokens(ids_M)
-        cos_MR2, sin_MR2 = self._rotary(positions_M, hidden_MD.dtype)
-        sparse = _is_sparse(attention) and cache.max_length > self.config.index_topk
-        step = RaggedStep(cos_MR2, sin_MR2, slots_M, positions_M, positions_M + 1, sparse)
+        step = self._ragged_step(positions_M, slots_M, cache, attention)
         shared: Sequence[Tensor | None] = ()
-        for layer, latent_PSK, index_keys_PSX in zip(self._decoder_layers(), cache.latent_LPSK, cache.index_keys_LPSX,
-                                                     strict=True):
-            hidden_MD, shared = layer.ragged(hidden_MD, step, latent_PSK, index_keys_PSX, shared)
+        for number, layer in enumerate(self._decoder_layers()):
+            hidden_MD, shared = layer.ragged(hidden_MD, step, *cache.layer(number), shared)
         if rows is not None:
             hidden_MD = hidden_MD[rows]
-        return self.lm_head(self.model.norm(hidden_MD)).float()
+        return self.model.norm(hidden_MD)
+
+    @torch.inference_mode()
+    def ragged_mtp(self, hidden_MD: Tensor, next_ids_M: Tensor, positions_M: Tensor, slots_M: Tensor, cache: KeyCache,
+                   attention: Attention = "sparse") -> Tensor:
+        """``mtp`` over a cache that has the MTP layer -> hidden_MD: apply ``lm_head``, or feed it to the next step.
+
+        The entry that token m leaves at its position depends on the id after it as well.
+        """
+        layer = self._mtp_layer()
+        embedding_MD = self.model.embed_tokens(next_ids_M)
+        if self.config.mtp_zero_first_embedding:
+            embedding_MD = embedding_MD.masked_fill((positions_M == 0).unsqueeze(-1), 0.0)
+        step = self._ragged_step(positions_M, slots_M, cache, attention)
+        keys = cache.layer(self.config.num_hidden_layers)
+        out_MD, _ = layer.ragged(layer.merge(embedding_MD, hidden_MD), step, *keys, ())
+        return layer.shared_head.norm(out_MD)
+
+    def _ragged_step(self, positions_M: Tensor, slots_M: Tensor, cache: KeyCache, attention: str) -> RaggedStep:
+        cos_MR2, sin_MR2 = self._rotary(positions_M, self.model.embed_tokens.weight.dtype)
+        sparse = _is_sparse(attention) and cache.max_length > self.config.index_topk
+        rows_M = cache.rows(slots_M, positions_M)
+        lengths_M = positions_M + 1
+        return RaggedStep(cos_MR2, sin_MR2, slots_M, lengths_M, rows_M, *cache.view(slots_M, lengths_M), sparse)
 
     def _decoder_layers(self) -> list[DecoderLayer]:
         return list(self.model.layers)[: self.config.num_hidden_layers]

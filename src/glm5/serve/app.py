@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -28,18 +26,18 @@ from glm5.dialects.answer import Format, Run, answer_events, answer_whole
 from glm5.dialects.anthropic import count_tokens, parse_message
 from glm5.dialects.chat import parse_chat
 from glm5.dialects.completions import parse_completion
-from glm5.dialects.protocol import ApiError, dump, field, read_json, to_api_error
+from glm5.dialects.protocol import ApiError, dump, field, read_json
 from glm5.dialects.responses import Remembered, parse_response
 from glm5.engine.config import EngineConfig
 from glm5.engine.generation import Generation
 from glm5.engine.grammar import Grammars
-from glm5.errors import Glm5Error
 from glm5.process import bind, serve_app
 from glm5.records import SamplingParams
 from glm5.serve.config import ServeConfig
 from glm5.serve.connection import deadline_protocol
 from glm5.serve.events import CLIENT_GONE, open_stream, token_events, unless_gone
-from glm5.serve.front import Front, error_response
+from glm5.serve.front import assemble
+from glm5.serve.handover import LENGTH_HEADER, VERSION_HEADER, PrefillPeer
 from glm5.serve.memory import ResponseMemory
 from glm5.serve.metrics import Metrics
 from glm5.serve.openapi import docs_page, openapi
@@ -59,6 +57,8 @@ class Api:
     def __init__(self, engine: Engine, tokenizer: Tokenizer, model_name: str, config: ServeConfig) -> None:
         self._engine, self._tokenizer, self._model_name, self._config = engine, tokenizer, model_name, config
         self._created = int(time.time())
+        key = config.api_keys[0] if config.api_keys else ""
+        self.peer = PrefillPeer(config.peer, engine, key) if config.peer else None
         self._memory = ResponseMemory(config.response_memory_bytes)
         self.metrics = Metrics()
 
@@ -66,6 +66,7 @@ class Api:
         """All routes of the server."""
         table: list[tuple[str, str, Endpoint]] = [
             ("POST", "/generate", self.generate),
+            *([("POST", "/export_prefix", self.export_prefix)] if self._config.role == "prefill" else []),
             ("POST", "/update_weights_from_disk", self.update_weights),
             ("POST", "/pause_generation", self.pause),
             ("POST", "/continue_generation", self.resume),
@@ -93,7 +94,11 @@ class Api:
         """Ids in, ids, log-probs and weight versions out."""
         wanted = parse_generate(await self._read(request))
         generation = await self._submit(
-            wanted.ids, wanted.params, session_id=wanted.session_id, prompt_logprobs=wanted.wants_prompt_logprobs
+            wanted.ids,
+            wanted.params,
+            session_id=wanted.session_id,
+            prompt_logprobs=wanted.wants_prompt_logprobs,
+            priority=wanted.priority,
         )
         request.state.sequences = [generation.sequence]
         timeout_s = self._config.request_timeout_s
@@ -116,6 +121,16 @@ class Api:
         if wanted.wants_prompt_logprobs:
             body["prompt_logprobs"] = done.prompt_logprobs
         return _json(body)
+
+    async def export_prefix(self, request: Request) -> Response:
+        """Compute a prompt and answer with the keys of its tokens, for another engine's prefix cache."""
+        ids = field(await self._read(request), "input_ids", list, required=True)
+        generation = self._engine.submit(ids, SamplingParams(max_new_tokens=0))
+        if await unless_gone(request.receive, generation.wait(self._config.request_timeout_s)) is None:
+            return Response(status_code=CLIENT_GONE)
+        prefix = await asyncio.to_thread(self._engine.export_prefix, ids)
+        headers = {LENGTH_HEADER: str(prefix.length), VERSION_HEADER: str(prefix.version)}
+        return Response(prefix.to_bytes(), media_type="application/octet-stream", headers=headers)
 
     async def update_weights(self, request: Request) -> Response:
         """Swap weights; a checkpoint that cannot be used answers 400 and changes nothing."""
@@ -161,7 +176,8 @@ class Api:
 
     async def metrics_page(self, request: Request) -> Response:
         """Counters and load for Prometheus."""
-        return PlainTextResponse(self.metrics.render(self._engine.stats()), media_type="text/plain; version=0.0.4")
+        page = self.metrics.render(asdict(self._engine.stats()))
+        return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
         """The OpenAPI description of this server."""
@@ -257,7 +273,9 @@ class Api:
         return await read_json(request, self._config.max_body_bytes, self._config.body_timeout_s)
 
     async def _submit(self, ids: list[int], params: SamplingParams, **rest: Any) -> Generation:
-        """Queue a request; a grammar is compiled outside of the event loop."""
+        """Queue a request; a grammar is compiled outside of the event loop, long prompts may be filled by the peer."""
+        if self.peer is not None:
+            await self.peer.fetch(ids)
         if params.grammar is None:
             return self._engine.submit(ids, params, **rest)
         return await asyncio.to_thread(self._engine.submit, ids, params, **rest)
@@ -290,34 +308,15 @@ def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str, config: Ser
     """The ASGI application over ``engine``, which it closes at shutdown. Raises ServiceError for a bad access log."""
     config = config or ServeConfig()
     api = Api(engine, tokenizer, model_name, config)
-    routes = api.routes()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
+        if api.peer is not None:
+            await api.peer.close()
         await asyncio.to_thread(engine.close)
-        front.close()
 
-    app = Starlette(
-        routes=routes,
-        lifespan=lifespan,
-        exception_handlers={
-            Glm5Error: _on_error,
-            HTTPException: _on_http_error,
-            RecursionError: _on_recursion,
-            Exception: _on_defect,
-        },
-    )
-    front = Front(app, config, api.metrics, [route.path for route in routes])
-    if not config.cors_origins:
-        return front
-    return CORSMiddleware(
-        front,
-        allow_origins=config.cors_origins,
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
-    )
+    return assemble(api.routes(), config, api.metrics, lifespan)
 
 
 def serve(
@@ -328,25 +327,45 @@ def serve(
     engine_config: EngineConfig | None = None,
     weight_version: int = 0,
     config: ServeConfig | None = None,
+    model_name: str = "",
 ) -> None:
-    """Serve the checkpoint in ``directory`` until SIGTERM. Raises CheckpointError, or ServiceError for a taken port."""
+    """Serve the checkpoint in ``directory``, by its name or ``model_name``, until SIGTERM. Raises CheckpointError, or
+    ServiceError for a taken port."""
     config = config or ServeConfig()
     if port:
         bind(host, port).close()  # a taken port is reported before torch and the weights are loaded
     from glm5.engine.engine import Engine
+    from glm5.engine.replacement import load_weights
+    from glm5.engine.tensor_parallel import join, world_size
 
     # The engine's thread gives the interpreter lock away in every tensor operation and would wait up to the default
     # 5 ms, longer than a decode step, to get it back from a busy HTTP thread.
     sys.setswitchinterval(0.0003)
     path = Path(directory)
     tokenizer = load_tokenizer(path)
-    engine = Engine.from_directory(path, tokenizer.stop_ids, engine_config, weight_version, Grammars(tokenizer))
+    engine_config = engine_config or EngineConfig()
+    model = load_weights(path, engine_config)
+    leader = None
+    if world_size() > 1:
+        model = leader = join(model)
+        if leader is None:  # another process serves; this one has done its share
+            return
+    engine = Engine(
+        model,
+        tokenizer.stop_ids,
+        engine_config,
+        weight_version=weight_version,
+        model_path=str(directory),
+        grammars=Grammars(tokenizer),
+    )
     try:
-        app = build_app(engine, tokenizer, path.resolve().name, config)
+        app = build_app(engine, tokenizer, model_name or path.resolve().name, config)
         protocol = deadline_protocol(config.header_timeout_s)
         serve_app(app, host, port, ready_file, grace_s=config.shutdown_timeout_s, protocol=protocol)
     finally:
         engine.close()
+        if leader is not None:
+            leader.close()
 
 
 def _owner(request: Request) -> str:
@@ -356,29 +375,6 @@ def _owner(request: Request) -> str:
 
 def _not_stored(response_id: str) -> ApiError:
     return ApiError(404, f"Response {response_id!r} is not stored (any more)", "response_not_found", "response_id")
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Glm5Error)
-    return error_response(to_api_error(error), request.url.path)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    response = error_response(ApiError(error.status_code, message, code), request.url.path)
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _on_recursion(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(400, "body: nested too deeply; flatten it", "invalid_json"), request.url.path)
-
-
-async def _on_defect(request: Request, error: Exception) -> Response:
-    message = f"internal error ({type(error).__name__}); see the server's log"
-    return error_response(ApiError(500, message, "internal_error"), request.url.path)
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:

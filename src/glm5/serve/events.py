@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from glm5.dialects.protocol import dump, to_api_error
+from glm5.dialects.protocol import ApiError, dump, to_api_error
 from glm5.engine.generation import Generation
 from glm5.errors import Glm5Error
 
@@ -66,9 +66,16 @@ async def token_events(generation: Generation, timeout_s: float) -> AsyncGenerat
     except Glm5Error as error:
         if not has_begun:
             raise
-        yield b"data: " + dump(to_api_error(error).body("")) + b"\n\n"
+        yield error_event(to_api_error(error), "")
     finally:
         generation.abort()
+
+
+def error_event(error: ApiError, path: str) -> bytes:
+    """How a stream of ``path`` that has begun ends when it fails."""
+    body = error.body(path)
+    name = b"event: error\n" if body.get("type") == "error" else b""  # Anthropic's events have names
+    return name + b"data: " + dump(body) + b"\n\n"
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

@@ -15,16 +15,22 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TextIO
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from glm5.dialects.protocol import ApiError, dump
-from glm5.engine.requests import Sequence
-from glm5.errors import ServiceError
+from glm5.dialects.protocol import ApiError, dump, to_api_error
+from glm5.engine.requests import Sequence as EngineSequence
+from glm5.errors import Glm5Error, ServiceError
 from glm5.serve.config import ServeConfig
 from glm5.serve.metrics import Metrics
 
@@ -139,7 +145,7 @@ class _Exchange:
     def record(self) -> dict[str, Any]:
         """The line of the access log."""
         scope = self._scope
-        sequences: Iterable[Sequence] = scope["state"].get("sequences", ())
+        sequences: Iterable[EngineSequence] = scope["state"].get("sequences", ())
         record = {
             "time": round(time.time(), 3),
             "request_id": self.request_id,
@@ -159,6 +165,31 @@ class _Exchange:
                 "output_tokens": sum(len(sequence.output_ids) for sequence in sequences),
             }
         return record
+
+
+def assemble(routes: Sequence[Route], config: ServeConfig, metrics: Metrics,
+             lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]]) -> ASGIApp:
+    """The ASGI application of ``routes`` with everything in front of them. Raises ServiceError for a bad access log."""
+
+    @asynccontextmanager
+    async def whole_life(app: Starlette) -> AsyncIterator[None]:
+        async with lifespan(app):
+            yield
+        front.close()
+
+    handlers = {Glm5Error: _on_error, HTTPException: _on_http_error, RecursionError: _on_recursion,
+                Exception: _on_defect}
+    app = Starlette(routes=list(routes), lifespan=whole_life, exception_handlers=handlers)
+    front = Front(app, config, metrics, [route.path for route in routes])
+    if not config.cors_origins:
+        return front
+    return CORSMiddleware(
+        front,
+        allow_origins=config.cors_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
 
 
 def error_response(error: ApiError, path: str) -> Response:
@@ -182,3 +213,26 @@ def _open_log(path: str) -> TextIO | None:
         return open(path, "a", encoding="utf-8")
     except OSError as error:
         raise ServiceError(f"{path}: {error.strerror}; choose another --access-log") from None
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Glm5Error)
+    return error_response(to_api_error(error), request.url.path)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    response = error_response(ApiError(error.status_code, message, code), request.url.path)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_recursion(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(400, "body: nested too deeply; flatten it", "invalid_json"), request.url.path)
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    message = f"internal error ({type(error).__name__}); see the server's log"
+    return error_response(ApiError(500, message, "internal_error"), request.url.path)

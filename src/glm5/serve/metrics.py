@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import asdict
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # the engine module loads torch
-    from glm5.engine.engine import EngineStats
+from collections.abc import Callable, Mapping, Sequence
 
 _BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _COUNTERS = {
@@ -17,6 +13,9 @@ _COUNTERS = {
     "generated_tokens": "sampled tokens",
     "prefilled_tokens": "prompt tokens computed",
     "cached_tokens": "prompt tokens found in the prefix cache",
+    "preemptions": "times that a sequence gave up its slot for another",
+    "drafted_tokens": "drafts of the MTP layer that were verified",
+    "accepted_tokens": "drafts that were kept",
     "weight_updates": "weight sets swapped in",
 }
 _GAUGES = {
@@ -26,7 +25,31 @@ _GAUGES = {
     "weight_version": "version of the weights in force",
     "is_paused": "1 while paused",
     "cache_bytes": "memory of the key cache",
+    "cache_blocks": "blocks of the key cache",
+    "cache_blocks_used": "blocks that hold keys",
+    "acceptance_length": "tokens per sequence and step with drafts",
+    "speculative_speedup": "time per token without drafts over that with drafts",
+    "is_drafting": "1 while the MTP layer drafts",
 }
+
+
+_TOGETHER: dict[str, Callable[[list[float]], float]] = {
+    "uptime_s": max,
+    "weight_version": min,
+    "is_paused": min,
+    "is_drafting": max,
+    "acceptance_length": lambda values: sum(values) / len(values),
+    "speculative_speedup": lambda values: sum(values) / len(values),
+}
+"""How the statistics of several engines become one; all others add up."""
+
+
+def add_stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The statistics of several engines as of one; what did not answer counts as nothing."""
+    return {
+        name: _TOGETHER.get(name, sum)([one[name] for one in stats if name in one] or [0])
+        for name in (*_COUNTERS, *_GAUGES)
+    }
 
 
 class _Histogram:
@@ -71,10 +94,9 @@ class Metrics:
         if first_byte_s is not None:
             self._first_byte.observe(path, first_byte_s)
 
-    def render(self, stats: EngineStats) -> str:
-        """The page."""
+    def render(self, values: Mapping[str, float]) -> str:
+        """The page; ``values`` are the fields of the engine's statistics."""
         lines: list[str] = []
-        values = asdict(stats)
         for kind, table in (("counter", _COUNTERS), ("gauge", _GAUGES)):
             for name, meaning in table.items():
                 full = f"glm5_{name}_total" if kind == "counter" else f"glm5_{name}"

@@ -36,11 +36,11 @@ _SIGNATURES = {  # p pointer, n int64, f float, i int (a flag or the thread coun
     "selected_attention_backward": _SELECTED + "ppp ppp i",
     "selected_kl": "ppp pp nnnnnn f pp p i",
     "selected_kl_backward": "ppp pp nnnnnn f f ppp i",
-    "ragged_select": "i pp n p nnn pp n n p i",
-    "ragged_attention": "i p n p nnn n pp n p n f p i",
     "int8_linear": "p n pp nnn p i",
     "int4_linear": "p n pp nnnn p i",
-    "ragged_dsa": "i p n pp n p nnn n p n pp n n f p i",
+    "ragged_select": "i pp n p nnn p nn pp n n p i",
+    "ragged_attention": "i p n p nnn n p nn pp n p n f p i",
+    "ragged_dsa": "i p n pp n p nnn n p n p nn pp n n f p i",
 }
 
 NativeFunctions = Mapping[str, Callable[..., int]]

@@ -1,5 +1,7 @@
-// Sparse attention of ragged queries over a slot cache (inference): index scores, exact top-k, absorbed attention.
+// Sparse attention of ragged queries over a paged cache (inference): index scores, exact top-k, absorbed attention.
 //
+// A slot is a row of the block table: its position s is entry s % block of block table[slot][s / block]. Keys are
+// scored block by block; attention reads entries through the rows that the selected positions have in the cache.
 // Every query is computed alone, so its bits depend neither on the batch nor on the thread count.
 
 #include "index.h"
@@ -139,6 +141,44 @@ template <class T> class AbsorbedAttention {
     float *q_, *sums_, *peaks_, *totals_, *rows_, *weights_;
 };
 
+// Blocks of `block` entries, and for each slot the blocks that hold its positions.
+struct Cache {
+    const void* entries;
+    int64_t blocks, block, dim;
+    const int32_t* table;  // [slots, width]
+    int64_t slots, width;
+
+    int64_t row(int64_t slot, int64_t s) const { return table[slot * width + s / block] * block + s % block; }
+    template <class T> const T* base() const { return static_cast<const T*>(entries); }
+    template <class T> const T* at(int64_t slot, int64_t s) const { return base<T>() + row(slot, s) * dim; }
+
+    // Rows of n ascending positions of a slot; without positions of the first n.
+    void rows(int64_t slot, const int32_t* positions, int64_t n, int32_t* out) const {
+        const int32_t* mine = table + slot * width;
+        for (int64_t i = 0, stop = block; i < n; stop += block) {
+            int32_t shift = (int32_t)(*mine++ * block + block - stop);
+            if (positions)
+                for (; i < n && positions[i] < stop; i++) out[i] = positions[i] + shift;
+            else
+                for (; i < at_most(n, stop); i++) out[i] = (int32_t)i + shift;
+        }
+    }
+};
+
+// First query whose slot, length or blocks lie outside the cache, counted from 1; 0 = none.
+static int first_outside(const Cache& cache, const int64_t* slots, const int64_t* lengths, int64_t tokens) {
+    for (int64_t m = 0; m < tokens; m++) {
+        bool inside = slots[m] >= 0 && slots[m] < cache.slots && lengths[m] >= 0 && lengths[m] <= cache.width * cache.block;
+        if (!inside) return (int)m + 1;
+        auto blocks = [&](int64_t query) { return (lengths[query] + cache.block - 1) / cache.block; };
+        if (m && slots[m] == slots[m - 1] && blocks(m) <= blocks(m - 1)) continue;
+        const int32_t* mine = cache.table + slots[m] * cache.width;
+        for (int64_t b = 0; b < blocks(m); b++)
+            if (mine[b] < 0 || mine[b] >= cache.blocks) return (int)m + 1;
+    }
+    return 0;
+}
+
 // Index scores and top-k of one query at a time.
 template <class T> class Selector {
    public:
@@ -150,33 +190,28 @@ template <class T> class Selector {
         : query_(scratch, heads, dim), rows_(scratch.take<float>(LANES * dim)), scores_(scratch.take<float>(round_up(longest))),
           keys_(scratch.take<int32_t>(topk_scratch(longest))), spare_(scratch.take<int32_t>(topk_scratch(longest))) {}
 
-    // `next` are the keys of the next run.
-    int64_t run(const float* q, const float* weights, const T* keys, int64_t n, const T* next, int64_t k, int32_t* positions) {
+    // The first n keys of `slot`; those of `next` are the ones of the next run.
+    int64_t run(const float* q, const float* weights, const Cache& index, int64_t slot, int64_t n, int64_t next, int64_t k,
+                int32_t* positions) {
         if (n > k) {
             query_.set(q, weights, 1.0f);
-            index_scores_row(query_, keys, n, next, rows_, scores_);
+            for (int64_t s = 0; s < n; s += index.block)
+                index_scores_row(query_, index.at<T>(slot, s), at_most(index.block, n - s), following(index, slot, s, n, next),
+                                 rows_, scores_ + s);
         }
         return select_topk(scores_, n, k, keys_, spare_, positions);
     }
 
    private:
+    // Keys to load while those at s are scored.
+    static const T* following(const Cache& index, int64_t slot, int64_t s, int64_t n, int64_t next) {
+        return s + index.block < n ? index.at<T>(slot, s + index.block) : index.at<T>(next, 0);
+    }
+
     IndexQuery query_;
     float *rows_, *scores_;
     int32_t *keys_, *spare_;
 };
-
-struct Cache {
-    const void* entries;
-    int64_t slots, capacity, dim;
-    template <class T> const T* slot(int64_t index) const { return static_cast<const T*>(entries) + index * capacity * dim; }
-};
-
-// First query whose slot or length lies outside the cache, counted from 1; 0 = none.
-static int first_outside(const Cache& cache, const int64_t* slots, const int64_t* lengths, int64_t tokens) {
-    for (int64_t m = 0; m < tokens; m++)
-        if (slots[m] < 0 || slots[m] >= cache.slots || lengths[m] < 0 || lengths[m] > cache.capacity) return (int)m + 1;
-    return 0;
-}
 
 static int64_t longest_of(const int64_t* lengths, int64_t tokens) {
     int64_t longest = 0;
@@ -199,8 +234,8 @@ static void select(const float* iq, const float* iw, int64_t heads, const Cache&
         Selector<T> selector(scratch, heads, index.dim, longest);
         for (int64_t m = begin; m < end; m++) {
             int32_t* row = positions + m * k;
-            int64_t n = selector.run(iq + m * heads * index.dim, iw + m * heads, index.slot<T>(slots[m]), lengths[m],
-                                     index.slot<T>(slots[at_most(m + 1, end - 1)]), k, row);
+            int64_t n = selector.run(iq + m * heads * index.dim, iw + m * heads, index, slots[m], lengths[m],
+                                     slots[at_most(m + 1, end - 1)], k, row);
             for (int64_t i = n; i < k; i++) row[i] = -1;
         }
     });
@@ -211,20 +246,26 @@ template <class T>
 static void attend(const float* q, int64_t heads, const Cache& latents, int64_t latent, const int64_t* slots,
                    const int64_t* lengths, int64_t tokens, const int32_t* positions, int64_t width, float scale, float* out,
                    int threads) {
-    auto row = [&](int64_t m) { return positions ? positions + m * width : nullptr; };
-    auto count = [&](int64_t m) {
-        if (!positions) return lengths[m];
-        int64_t n = 0;
-        while (n < width && row(m)[n] >= 0) n++;
-        return n;
-    };
+    int64_t most = positions ? width : longest_of(lengths, tokens);
     parallel(tokens, share(tokens, threads), threads, [&](int64_t begin, int64_t end) {
-        Scratch scratch(AbsorbedAttention<T>::need(heads, latents.dim, latent));
+        Scratch scratch(AbsorbedAttention<T>::need(heads, latents.dim, latent) + 2 * Scratch::need(most));
         AbsorbedAttention<T> attention(scratch, heads, latents.dim, latent);
-        for (int64_t m = begin; m < end; m++) {
-            if (m + 1 < end) attention.prefetch(latents.slot<T>(slots[m + 1]), row(m + 1), count(m + 1));
-            attention.run(q + m * heads * latents.dim, scale, latents.slot<T>(slots[m]), row(m), count(m),
-                          out + m * heads * latent);
+        int32_t* rows[2] = {scratch.take<int32_t>(most), scratch.take<int32_t>(most)};
+        int64_t counts[2] = {0, 0};
+        for (int64_t m = begin; m <= end; m++) {
+            if (m < end) {
+                const int32_t* row = positions ? positions + m * width : nullptr;
+                int64_t n = row ? 0 : lengths[m];
+                if (row)
+                    while (n < width && row[n] >= 0) n++;
+                counts[m % 2] = n;
+                latents.rows(slots[m], row, n, rows[m % 2]);
+                attention.prefetch(latents.base<T>(), rows[m % 2], n);
+            }
+            if (m == begin) continue;
+            int64_t p = m - 1;
+            attention.run(q + p * heads * latents.dim, scale, latents.base<T>(), rows[p % 2], counts[p % 2],
+                          out + p * heads * latent);
         }
     });
 }
@@ -237,47 +278,50 @@ static void sparse(const float* q, int64_t heads, const float* iq, const float* 
     int64_t longest = longest_of(lengths, tokens);
     parallel(tokens, share(tokens, threads), threads, [&](int64_t begin, int64_t end) {
         Scratch scratch(AbsorbedAttention<T>::need(heads, latents.dim, latent) +
-                        Selector<T>::need(index_heads, index.dim, longest) + 2 * Scratch::need(k));
+                        Selector<T>::need(index_heads, index.dim, longest) + 3 * Scratch::need(k));
         AbsorbedAttention<T> attention(scratch, heads, latents.dim, latent);
         Selector<T> selector(scratch, index_heads, index.dim, longest);
-        int32_t* buffers[2] = {scratch.take<int32_t>(k), scratch.take<int32_t>(k)};
+        int32_t *rows[2] = {scratch.take<int32_t>(k), scratch.take<int32_t>(k)}, *positions = scratch.take<int32_t>(k);
         for (int64_t m = begin; m <= end; m++) {
             if (m < end) {
-                int32_t* positions = lengths[m] > k ? buffers[m % 2] : nullptr;
-                if (positions)
-                    selector.run(iq + m * index_heads * index.dim, iw + m * index_heads, index.slot<T>(slots[m]), lengths[m],
-                                 index.slot<T>(slots[at_most(m + 1, end - 1)]), k, positions);
-                attention.prefetch(latents.slot<T>(slots[m]), positions, at_most(lengths[m], k));
+                if (lengths[m] > k)
+                    selector.run(iq + m * index_heads * index.dim, iw + m * index_heads, index, slots[m], lengths[m],
+                                 slots[at_most(m + 1, end - 1)], k, positions);
+                latents.rows(slots[m], lengths[m] > k ? positions : nullptr, at_most(lengths[m], k), rows[m % 2]);
+                attention.prefetch(latents.base<T>(), rows[m % 2], at_most(lengths[m], k));
             }
             if (m == begin) continue;
             int64_t p = m - 1;
-            attention.run(q + p * heads * latents.dim, scale, latents.slot<T>(slots[p]),
-                          lengths[p] > k ? buffers[p % 2] : nullptr, at_most(lengths[p], k), out + p * heads * latent);
+            attention.run(q + p * heads * latents.dim, scale, latents.base<T>(), rows[p % 2], at_most(lengths[p], k),
+                          out + p * heads * latent);
         }
     });
 }
 
 }  // namespace
 
-// All exports of this file return 0, or 1 + the first query whose slot or length is outside the cache (nothing is
-// computed then). half: the caches hold bf16, else fp32; everything else is fp32 and contiguous.
+// All exports of this file return 0, or 1 + the first query whose slot, length or blocks are outside the cache (nothing
+// is computed then). half: the caches hold bf16, else fp32; everything else is fp32 and contiguous. Caches are
+// [blocks, block, dim], the table is [slots, width].
 
 // positions [tokens, k]: ragged_select of the reference. iq [tokens, heads, dim], iw [tokens, heads].
-GLM5_EXPORT(ragged_select)(int half, const float* iq, const float* iw, int64_t heads, const void* keys, int64_t slot_count,
-                           int64_t capacity, int64_t dim, const int64_t* slots, const int64_t* lengths, int64_t tokens,
-                           int64_t k, int32_t* positions, int threads) {
-    Cache index{keys, slot_count, capacity, dim};
+GLM5_EXPORT(ragged_select)(int half, const float* iq, const float* iw, int64_t heads, const void* keys, int64_t blocks,
+                           int64_t block, int64_t dim, const int32_t* table, int64_t slot_count, int64_t table_width,
+                           const int64_t* slots, const int64_t* lengths, int64_t tokens, int64_t k, int32_t* positions,
+                           int threads) {
+    Cache index{keys, blocks, block, dim, table, slot_count, table_width};
     if (int outside = first_outside(index, slots, lengths, tokens)) return outside;
     (half ? select<bf16> : select<float>)(iq, iw, heads, index, slots, lengths, tokens, k, positions, threads);
     return 0;
 }
 
 // out [tokens, heads, latent]: ragged_attention of the reference. q [tokens, heads, dim]; positions may be null.
-GLM5_EXPORT(ragged_attention)(int half, const float* q, int64_t heads, const void* latents, int64_t slot_count,
-                              int64_t capacity, int64_t dim, int64_t latent, const int64_t* slots, const int64_t* lengths,
+GLM5_EXPORT(ragged_attention)(int half, const float* q, int64_t heads, const void* latents, int64_t blocks,
+                              int64_t block, int64_t dim, int64_t latent, const int32_t* table,
+                              int64_t slot_count, int64_t table_width, const int64_t* slots, const int64_t* lengths,
                               int64_t tokens, const int32_t* positions, int64_t width, float scale, float* out,
                               int threads) {
-    Cache cache{latents, slot_count, capacity, dim};
+    Cache cache{latents, blocks, block, dim, table, slot_count, table_width};
     if (int outside = first_outside(cache, slots, lengths, tokens)) return outside;
     (half ? attend<bf16> : attend<float>)(q, heads, cache, latent, slots, lengths, tokens, positions, width, scale, out,
                                           threads);
@@ -286,10 +330,12 @@ GLM5_EXPORT(ragged_attention)(int half, const float* q, int64_t heads, const voi
 
 // out [tokens, heads, latent]: ragged_dsa of the reference with k > 0.
 GLM5_EXPORT(ragged_dsa)(int half, const float* q, int64_t heads, const float* iq, const float* iw, int64_t index_heads,
-                        const void* latents, int64_t slot_count, int64_t capacity, int64_t dim, int64_t latent,
-                        const void* keys, int64_t index_dim, const int64_t* slots, const int64_t* lengths, int64_t tokens,
+                        const void* latents, int64_t blocks, int64_t block, int64_t dim, int64_t latent,
+                        const void* keys, int64_t index_dim, const int32_t* table, int64_t slot_count,
+                        int64_t table_width, const int64_t* slots, const int64_t* lengths, int64_t tokens,
                         int64_t k, float scale, float* out, int threads) {
-    Cache cache{latents, slot_count, capacity, dim}, index{keys, slot_count, capacity, index_dim};
+    Cache cache{latents, blocks, block, dim, table, slot_count, table_width};
+    Cache index{keys, blocks, block, index_dim, table, slot_count, table_width};
     if (int outside = first_outside(cache, slots, lengths, tokens)) return outside;
     (half ? sparse<bf16> : sparse<float>)(q, heads, iq, iw, index_heads, cache, latent, index, slots, lengths, tokens, k,
                                           scale, out, threads);

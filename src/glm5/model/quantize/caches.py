@@ -8,7 +8,7 @@ which leaves their products unchanged.
 Rounding a token looks at that token only, so an entry does not depend on when or with what it was written, and a
 prefix may be copied. ``error_bound`` states what a reader may rely on.
 
-Letters: P slots, S positions, M tokens, K channels of an entry, G blocks of them.
+Letters: P cache blocks, S positions of one, M tokens, D channels of an entry, G blocks of channels.
 """
 
 from __future__ import annotations
@@ -69,45 +69,37 @@ def error_bound(x: Tensor, form: CacheFormat) -> Tensor:
 
 
 class QuantisedEntries:
-    """One layer's cache of ``slots`` sequences of up to ``length`` entries of ``width`` channels."""
+    """One layer's entries of ``width`` channels: ``num_blocks`` cache blocks of ``block_size`` positions, read in
+    ``dtype``."""
 
-    def __init__(self, slots: int, length: int, width: int, form: CacheFormat, device: torch.device | str = HOST
-                 ) -> None:
-        self.form, self._rounded = form, width - form.exact_tail
+    def __init__(self, num_blocks: int, block_size: int, width: int, form: CacheFormat,
+                 dtype: torch.dtype = torch.float32, device: torch.device | str = HOST) -> None:
+        self.form, self._rounded, self._dtype = form, width - form.exact_tail, dtype
         if self._rounded < 1:
             raise ConfigError(f"exact_tail={form.exact_tail} leaves nothing of {width} channels to round; lower it")
-        blocks = -(-self._rounded // form.block)
-        self.levels_PSK = torch.zeros(slots, length, self._rounded, device=device,
+        place = num_blocks, block_size
+        self.levels_PSD = torch.zeros(*place, self._rounded, device=device,
                                       dtype=torch.int8 if form.kind == "int8" else FP8)
-        self.scale_PSG = torch.zeros(slots, length, blocks, device=device)
-        self.tail_PSK = torch.zeros(slots, length, form.exact_tail, device=device, dtype=torch.bfloat16)
+        self.scale_PSG = torch.zeros(*place, -(-self._rounded // form.block), device=device)
+        self.tail_PSD = torch.zeros(*place, form.exact_tail, device=device, dtype=torch.bfloat16)
 
-    @property
-    def bytes(self) -> int:
-        """Memory of all entries."""
-        return sum(tensor.nbytes for tensor in (self.levels_PSK, self.scale_PSG, self.tail_PSK))
+    def write(self, rows_M: Tensor, x_MD: Tensor) -> None:
+        """Store token m at row ``rows[m]`` of all blocks in order."""
+        levels_MD, scale_MG = quantise_entries(x_MD[:, : self._rounded], self.form)
+        new = levels_MD.view(torch.int8), scale_MG, x_MD[:, self._rounded :].to(torch.bfloat16)
+        for stored, values in zip(self._bytes(), new, strict=True):
+            stored.flatten(0, 1)[rows_M] = values
 
-    def write(self, slots_M: Tensor, positions_M: Tensor, x_MK: Tensor) -> None:
-        """Store token m at (slot, position)."""
-        levels_MK, scale_MG = quantise_entries(x_MK[:, : self._rounded], self.form)
-        place = slots_M.long(), positions_M.long()
-        self._bytes(self.levels_PSK)[place] = self._bytes(levels_MK)
-        self.scale_PSG[place] = scale_MG
-        self.tail_PSK[place] = x_MK[:, self._rounded :].to(torch.bfloat16)
+    def read(self, blocks: Tensor | None) -> Tensor:
+        """The entries [P, S, D] of ``blocks``, None for all."""
+        levels, scale, tail = (stored if blocks is None else stored[blocks] for stored in self._bytes())
+        rounded = dequantise_entries(levels.view(self.levels_PSD.dtype), scale, self.form, self._dtype)
+        return torch.cat([rounded, tail.to(self._dtype)], dim=-1)
 
-    def read(self, slots: Tensor, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The entries [..., K] at (slot, position), which broadcast against each other, in ``dtype``."""
-        place = slots.long(), positions.long()
-        levels = self._bytes(self.levels_PSK)[place].view(self.levels_PSK.dtype)
-        rounded = dequantise_entries(levels, self.scale_PSG[place], self.form, dtype)
-        return torch.cat([rounded, self.tail_PSK[place].to(dtype)], dim=-1)
+    def tensors(self) -> list[Tensor]:
+        """Levels, scales and exact tails."""
+        return [self.levels_PSD, self.scale_PSG, self.tail_PSD]
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` entries of one slot to another."""
-        for tensor in (self._bytes(self.levels_PSK), self.scale_PSG, self.tail_PSK):
-            tensor[target, :length] = tensor[source, :length]
-
-    @staticmethod
-    def _bytes(levels: Tensor) -> Tensor:
-        """The same memory as int8: e4m3 tensors cannot be indexed on every device."""
-        return levels.view(torch.int8)
+    def _bytes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``tensors``, the levels as int8: e4m3 tensors cannot be indexed on every device."""
+        return self.levels_PSD.view(torch.int8), self.scale_PSG, self.tail_PSD
