@@ -20,6 +20,8 @@ app = typer.Typer(name="glm5", no_args_is_help=True, add_completion=False, prett
 env_app = typer.Typer(no_args_is_help=True, help="Tasksets and task services.")
 tokenizer_app = typer.Typer(no_args_is_help=True, help="Byte-level BPE tokenizers.")
 model_app = typer.Typer(no_args_is_help=True, help="Model configurations and checkpoints.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measurements against other implementations.")
+app.add_typer(bench_app, name="bench")
 app.add_typer(env_app, name="env")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(model_app, name="model")
@@ -209,6 +211,17 @@ def model_info(target: Annotated[str, typer.Argument(help="A preset or a checkpo
     rows = [{"name": f"parameters.{name}", "value": value, "unit": "parameters"}
             for name, value in parameter_counts(config).items()]
     _print_results(f"model info {target}", rows, as_json)
+
+
+@bench_app.command("attention")
+def bench_attention(quick: Annotated[bool, typer.Option(help="Small sizes, seconds instead of minutes.")] = False,
+                    threads: Annotated[int, typer.Option(help="Threads; 0 takes all.")] = 0,
+                    as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Sparse against dense attention of one layer: decode, prefill, training, memory. About 10 minutes."""
+    from glm5.kernels.bench import bench_attention as measure
+
+    rows = measure(quick, threads, lambda line: print(line, file=sys.stderr, flush=True))
+    _print_results("bench attention", rows, as_json)
 
 
 def _run_dir(config: Path, name: str) -> Path:

@@ -131,22 +131,26 @@ def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD
 
 
 def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M: Tensor, lengths_M: Tensor,
-                  index_topk: int) -> Tensor | None:
+                  index_topk: int, starts_M: Tensor | None = None) -> Tensor | None:
     """Cache positions that each query attends to -> positions_MK, int32, ascending, padded with -1; None = all of them.
 
-    Query m sees the first ``lengths[m]`` entries of slot ``slots[m]`` and keeps the ``index_topk`` best by
-    ``sum_j iw[m, j] * relu(iq[m, j] . key)`` (all scale factors folded into ``iw``). Ties go to the lower position.
-    Returns None when ``index_topk <= 0`` or no query sees more than ``index_topk`` keys. No gradient.
+    Query m sees the first ``lengths[m]`` entries of slot ``slots[m]``, from ``starts[m]`` on (0 without ``starts``), and
+    keeps the ``index_topk`` best by ``sum_j iw[m, j] * relu(iq[m, j] . key)`` (all scale factors folded into ``iw``).
+    Ties go to the lower position. Returns None when ``index_topk <= 0`` or, without ``starts``, when no query sees more
+    than ``index_topk`` keys. No gradient. With one slot per row of a batch this is the selection of a training step.
     """
     longest = int(lengths_M.max()) if lengths_M.numel() else 0
-    if index_topk <= 0 or longest <= index_topk:
+    if index_topk <= 0 or (starts_M is None and longest <= index_topk):
         return None
     positions_MK = torch.full((slots_M.numel(), index_topk), -1, dtype=torch.int32, device=slots_M.device)
     with torch.no_grad():
         for start, stop in _chunks(slots_M.numel(), longest * index_keys_PSX.shape[-1]):
             keys_msX = index_keys_PSX[slots_M[start:stop].long(), :longest]
             scores_mS = index_scores(iq_MJX[start:stop, None], keys_msX, iw_MJ[start:stop, None], 1.0).squeeze(1)
-            selected_mS = select_topk(scores_mS, _within(lengths_M[start:stop], longest), index_topk)
+            visible_mS = _within(lengths_M[start:stop], longest)
+            if starts_M is not None:
+                visible_mS &= ~_within(starts_M[start:stop], longest)
+            selected_mS = select_topk(scores_mS, visible_mS, index_topk)
             row, position = selected_mS.nonzero(as_tuple=True)
             column = selected_mS.cumsum(-1)[row, position] - 1
             positions_MK[start + row, column] = position.to(torch.int32)
@@ -186,6 +190,77 @@ def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor,
     """``ragged_select`` then ``ragged_attention``: one sparse attention layer over a slot cache -> out_MHC."""
     positions_MK = ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk)
     return ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank)
+
+
+def sparse_attention(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
+    """Absorbed attention of every query over its listed keys -> out_BTHC, C = ``kv_lora_rank``.
+
+    ``positions`` are ascending, padded with -1 at the end. Logits are ``scale * q . latent`` over all K = C + R dims,
+    the output is the weighted sum of the first C. A query without keys gives zeros. Gradients flow to q and latent.
+    """
+    keys_BTsK, listed_BTs = _listed(latent_BSK, positions_BTK)
+    logits_BTHs = torch.einsum("bthk,btsk->bths", q_BTHK.float(), keys_BTsK.float()) * scale
+    weights_BTHs = _masked_softmax(logits_BTHs, listed_BTs.unsqueeze(2))
+    return torch.einsum("bths,btsc->bthc", weights_BTHs, keys_BTsK[..., :kv_lora_rank].float()).to(q_BTHK.dtype)
+
+
+def sparse_scores(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, positions_BTK: Tensor) -> Tensor:
+    """``index_scores`` of the listed keys only -> scores_BTK fp32, 0 for padding. Gradients flow to q, k and w."""
+    keys_BTsX, listed_BTs = _listed(k_BSX, positions_BTK)
+    logits_BTJs = torch.einsum("btjx,btsx->btjs", q_BTJX.float(), keys_BTsX.float()) * scale
+    return torch.einsum("btj,btjs->bts", w_BTJ.float(), F.relu(logits_BTJs)).masked_fill(~listed_BTs, 0.0)
+
+
+def sparse_targets(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float) -> Tensor:
+    """``attention_targets`` over the listed keys of absorbed attention -> p_BTK fp32, 0 for padding. No gradient."""
+    with torch.no_grad():
+        keys_BTsK, listed_BTs = _listed(latent_BSK, positions_BTK)
+        logits_BTHs = torch.einsum("bthk,btsk->bths", q_BTHK.float(), keys_BTsK.float()) * scale
+        return _masked_softmax(logits_BTHs, listed_BTs.unsqueeze(2)).mean(2)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of the two halves of the last dimension: [..., 2F] -> [..., F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def sample(logits_BW: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor,
+           uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids_B int64, logprobs_B fp32): one token per row, by one uniform number in [0, 1) and the inverse of the row's
+    cumulative distribution in the order of the ids.
+
+    The distribution is ``softmax(logits / temperature)``, cut to the ``top_k`` likeliest tokens (below 1: all), then to
+    the smallest set of the likeliest that holds ``top_p`` of what is left, then to tokens of at least ``min_p`` times
+    the largest probability. Equal logits rank by id. Temperature 0 takes the likeliest token. The log-prob is that of
+    the chosen token before any cut, unscaled for temperature 0. Sums are fp64. Broken rows (NaN, +inf, nothing above
+    -inf) give a log-prob that is not finite.
+    """
+    greedy_B = temperature_B == 0
+    scaled_BW = logits_BW.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
+    peak_B1 = scaled_BW.amax(-1, keepdim=True)
+    weights_BW = (scaled_BW - peak_B1).exp().double()
+    sorted_BW, order_BW = scaled_BW.sort(-1, descending=True, stable=True)
+    rank_W, width = torch.arange(logits_BW.shape[-1], device=logits_BW.device), logits_BW.shape[-1]
+    limit_B1 = torch.where(top_k_B > 0, top_k_B.clamp(max=width), width)[:, None]
+    ranked_BW = weights_BW.gather(-1, order_BW).masked_fill(rank_W >= limit_B1, 0.0)
+    before_BW = ranked_BW.cumsum(-1) - ranked_BW
+    kept_BW = (before_BW < top_p_B.double()[:, None] * ranked_BW.sum(-1, keepdim=True)) & (rank_W < limit_B1)
+    kept_BW &= ranked_BW >= min_p_B.double()[:, None]
+    kept_BW[:, :1] = True
+    kept_BW &= ~(greedy_B[:, None] & (rank_W > 0))
+    weights_cut_BW = torch.zeros_like(weights_BW).scatter_(-1, order_BW, ranked_BW * kept_BW)
+    cumulative_BW = weights_cut_BW.cumsum(-1)
+    target_B1 = uniform_B.double()[:, None] * cumulative_BW[:, -1:]
+    ids_B = torch.searchsorted(cumulative_BW, target_B1, right=True)[:, 0].clamp(max=width - 1)
+    chosen_B = (scaled_BW - peak_B1).gather(-1, ids_B[:, None])[:, 0]
+    return ids_B, (chosen_B - weights_BW.sum(-1).log()).float()
+
+
+def _listed(keys_BSK: Tensor, positions_BTK: Tensor) -> tuple[Tensor, Tensor]:
+    """The listed keys of every query [B, T, K, dims] and which of them exist [B, T, K]."""
+    rows_B11 = torch.arange(keys_BSK.shape[0], device=keys_BSK.device)[:, None, None]
+    return keys_BSK[rows_B11, positions_BTK.long().clamp_min(0)], positions_BTK >= 0
 
 
 def _masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:

@@ -46,17 +46,19 @@ def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD
 
 
 def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M: Tensor, lengths_M: Tensor,
-                  index_topk: int) -> Tensor | None:
+                  index_topk: int, starts_M: Tensor | None) -> Tensor | None:
     """``reference.ragged_select``: queries fp32, keys fp32 or bf16, contiguous."""
-    if index_topk <= 0 or not lengths_M.numel() or int(lengths_M.max()) <= index_topk:
+    if index_topk <= 0 or (starts_M is None and (not lengths_M.numel() or int(lengths_M.max()) <= index_topk)):
         return None
+    starts_M = None if starts_M is None else starts_M.long().contiguous()
     slots_M, lengths_M = slots_M.long().contiguous(), lengths_M.long().contiguous()
     iq_MJX, iw_MJ = iq_MJX.float().contiguous(), iw_MJ.float().contiguous()
     positions_MK = torch.empty((slots_M.numel(), index_topk), dtype=torch.int32)
     outside = native()["ragged_select"](
         index_keys_PSX.dtype == torch.bfloat16, iq_MJX.data_ptr(), iw_MJ.data_ptr(), iq_MJX.shape[1],
-        index_keys_PSX.data_ptr(), *index_keys_PSX.shape, slots_M.data_ptr(), lengths_M.data_ptr(), slots_M.numel(),
-        index_topk, positions_MK.data_ptr(), torch.get_num_threads())
+        index_keys_PSX.data_ptr(), *index_keys_PSX.shape, slots_M.data_ptr(),
+        None if starts_M is None else starts_M.data_ptr(), lengths_M.data_ptr(), slots_M.numel(), index_topk,
+        positions_MK.data_ptr(), torch.get_num_threads())
     _check(outside, slots_M, lengths_M, index_keys_PSX)
     return positions_MK
 
@@ -69,9 +71,9 @@ def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths
     positions = None if positions_MK is None else positions_MK.to(torch.int32).contiguous()
     outside = native()["ragged_attention"](
         latent_PSK.dtype == torch.bfloat16, q.data_ptr(), q.shape[1], latent_PSK.data_ptr(), *latent_PSK.shape,
-        kv_lora_rank, slots_M.data_ptr(), lengths_M.data_ptr(), q.shape[0],
+        kv_lora_rank, slots_M.data_ptr(), None, lengths_M.data_ptr(), q.shape[0],
         None if positions is None else positions.data_ptr(), 0 if positions is None else positions.shape[1], scale,
-        out_MHC.data_ptr(), torch.get_num_threads())
+        out_MHC.data_ptr(), None, torch.get_num_threads())
     _check(outside, slots_M, lengths_M, latent_PSK)
     return out_MHC.to(q_MHK.dtype)
 
@@ -92,6 +94,18 @@ def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor,
         out_MHC.data_ptr(), torch.get_num_threads())
     _check(outside, slots_M, lengths_M, latent_PSK)
     return out_MHC.to(q_MHK.dtype)
+
+
+def sample(logits_BW: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor,
+           uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """``reference.sample`` of fp32 logits."""
+    logits_BW = logits_BW.contiguous()
+    ids_B, logprobs_B = torch.empty(logits_BW.shape[0], dtype=torch.int64), torch.empty(logits_BW.shape[0])
+    settings = (temperature_B.float(), top_k_B.long(), top_p_B.float(), min_p_B.float(), uniform_B.float())
+    settings = tuple(setting.contiguous() for setting in settings)
+    native()["sample"](logits_BW.data_ptr(), *logits_BW.shape, *(setting.data_ptr() for setting in settings),
+                       ids_B.data_ptr(), logprobs_B.data_ptr(), torch.get_num_threads())
+    return ids_B, logprobs_B
 
 
 def as_rows(x: Tensor) -> Tensor:

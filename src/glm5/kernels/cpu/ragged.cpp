@@ -1,169 +1,16 @@
 // Sparse attention of ragged queries over a slot cache (inference): index scores, exact top-k, absorbed attention.
 //
-// Every query is computed alone, so its bits depend neither on the batch nor on the thread count.
+// A query's bits depend neither on the batch nor on the thread count: its scores and heads are computed as if alone, the
+// top-k is exact, and partial results of attention are combined in the order of the keys.
 
-#include "index.h"
+#include "absorbed.h"
+#include "scores.h"
 #include "topk.h"
 
 namespace {
 
-constexpr int64_t BLOCK = 64;  // keys per softmax block
-constexpr int HEADS = 4;       // heads that share one pass over a block
-
-// Absorbed attention of one query: `dim` = latent + rope, the output is the weighted sum of the first `latent` elements.
-template <class T> class AbsorbedAttention {
-   public:
-    static int64_t need(int64_t heads, int64_t dim, int64_t latent) {
-        int64_t padded = (heads + HEADS - 1) / HEADS * HEADS;
-        return Scratch::need(padded * round_up(dim)) + Scratch::need(padded * round_up(latent)) + 2 * Scratch::need(padded) +
-               Scratch::need(BLOCK * round_up(dim)) + Scratch::need(HEADS * BLOCK);
-    }
-
-    AbsorbedAttention(Scratch& scratch, int64_t heads, int64_t dim, int64_t latent)
-        : heads_(heads), padded_heads_((heads + HEADS - 1) / HEADS * HEADS), dim_(dim), latent_(latent),
-          q_(scratch.take<float>(padded_heads_ * round_up(dim))), sums_(scratch.take<float>(padded_heads_ * round_up(latent))),
-          peaks_(scratch.take<float>(padded_heads_)), totals_(scratch.take<float>(padded_heads_)),
-          rows_(scratch.take<float>(BLOCK * round_up(dim))), weights_(scratch.take<float>(HEADS * BLOCK)) {
-        memset(q_, 0, sizeof(float) * padded_heads_ * round_up(dim));
-        memset(rows_, 0, sizeof(float) * BLOCK * round_up(dim));
-    }
-
-    // Attend from q [heads, dim] to n entries of `cache`, at `positions` or, without them, at 0..n-1.
-    void run(const float* q, float scale, const T* cache, const int32_t* positions, int64_t n, float* out) {
-        int64_t stride = round_up(dim_);
-        for (int64_t h = 0; h < heads_; h++)
-            for (int64_t d = 0; d < dim_; d++) q_[h * stride + d] = q[h * dim_ + d] * scale;
-        for (int64_t start = 0; start < n; start += BLOCK) {
-            int64_t count = at_most(BLOCK, n - start);
-            const float* entries[BLOCK];
-            gather(cache, positions, start, count, entries);
-            for (int64_t h = 0; h < padded_heads_; h += HEADS) add_block(h, entries, count, start == 0);
-        }
-        for (int64_t h = 0; h < heads_; h++) {
-            float inverse = n ? 1.0f / totals_[h] : 0.0f;
-            for (int64_t c = 0; c < latent_; c++)
-                out[h * latent_ + c] = n ? sums_[h * round_up(latent_) + c] * inverse : 0.0f;
-        }
-    }
-
-    // Starts loading the first block of entries that a later `run` reads.
-    void prefetch(const T* cache, const int32_t* positions, int64_t n) const {
-        for (int64_t i = 0; i < at_most(BLOCK, n); i++) {
-            const char* entry = (const char*)(cache + (positions ? positions[i] : i) * dim_);
-            for (int64_t byte = 0; byte < dim_ * (int64_t)sizeof(T); byte += 64) __builtin_prefetch(entry + byte);
-        }
-    }
-
-   private:
-    // fp32 entries are read where they lie when their length fills whole vectors; the tail repeats the last entry.
-    void gather(const T* cache, const int32_t* positions, int64_t start, int64_t count, const float** entries) {
-        int64_t stride = round_up(dim_);
-        for (int64_t i = 0; i < count; i++) {
-            const T* entry = cache + (positions ? positions[start + i] : start + i) * dim_;
-            if (sizeof(T) == sizeof(float) && stride == dim_) {
-                entries[i] = reinterpret_cast<const float*>(entry);
-            } else {
-                for (int64_t d = 0; d < dim_; d++) rows_[i * stride + d] = as_float(entry[d]);
-                entries[i] = rows_ + i * stride;
-            }
-        }
-        for (int64_t i = count; i < at_most(BLOCK, round_up(count)); i++) entries[i] = entries[count - 1];
-    }
-
-    // Online softmax: fold `count` entries into the running peak, total and weighted sum of HEADS heads.
-    void add_block(int64_t head, const float* const* entries, int64_t count, bool first) {
-        int64_t stride = round_up(dim_), width = round_up(latent_);
-        const float* rows[HEADS];
-        for (int h = 0; h < HEADS; h++) rows[h] = q_ + (head + h) * stride;
-        constexpr int N = LANES / HEADS;
-        for (int64_t i = 0; i < count; i += N) {
-            float logits[LANES];
-            store(logits, dot_tile<HEADS, N>(rows, entries + i, stride));
-            for (int h = 0; h < HEADS; h++)
-                for (int n = 0; n < N; n++) weights_[h * BLOCK + i + n] = logits[h * N + n];
-        }
-        for (int h = 0; h < HEADS; h++) {
-            float* w = weights_ + h * BLOCK;
-            for (int64_t i = count; i < round_up(count); i++) w[i] = -INFINITY;
-            vf best = splat(first ? -INFINITY : peaks_[head + h]), total = {};
-            for (int64_t i = 0; i < count; i += LANES) best = larger(load(w + i), best);
-            float peak = max_lanes(best);
-            for (int64_t i = 0; i < count; i += LANES) {
-                vf p = exp_lanes(load(w + i) - peak);
-                store(w + i, p);
-                total += p;
-            }
-            float keep = first ? 0.0f : expf(peaks_[head + h] - peak);
-            float* sums = sums_ + (head + h) * width;
-            if (first) memset(sums, 0, sizeof(float) * width);
-            else if (keep != 1.0f)
-                for (int64_t c = 0; c < width; c += LANES) store(sums + c, load(sums + c) * keep);
-            totals_[head + h] = (first ? 0.0f : totals_[head + h] * keep) + sum_lanes(total);
-            peaks_[head + h] = peak;
-        }
-        int64_t c = 0;
-        for (; c + 3 * LANES <= width; c += 3 * LANES) add_values<3>(head, entries, count, c);
-        if (c + 2 * LANES <= width) add_values<2>(head, entries, count, c), c += 2 * LANES;
-        if (c < width) add_values<1>(head, entries, count, c);
-    }
-
-    // sums[head + h][c ..] += weights[h][i] * entries[i][c ..] for V vectors of the latent.
-    template <int V> void add_values(int64_t head, const float* const* entries, int64_t count, int64_t c) {
-        int64_t width = round_up(latent_);
-        float* sums = sums_ + head * width + c;
-        const float* weights = weights_;
-        vf total[HEADS * V];
-        GLM5_UNROLL
-        for (int h = 0; h < HEADS; h++) {
-            GLM5_UNROLL
-            for (int v = 0; v < V; v++) total[h * V + v] = load(sums + h * width + v * LANES);
-        }
-        for (int64_t i = 0; i < count; i++) {
-            vf x[V];
-            GLM5_UNROLL
-            for (int v = 0; v < V; v++) x[v] = load(entries[i] + c + v * LANES);
-            GLM5_UNROLL
-            for (int h = 0; h < HEADS; h++) {
-                GLM5_UNROLL
-                for (int v = 0; v < V; v++) total[h * V + v] += weights[h * BLOCK + i] * x[v];
-            }
-        }
-        GLM5_UNROLL
-        for (int h = 0; h < HEADS; h++) {
-            GLM5_UNROLL
-            for (int v = 0; v < V; v++) store(sums + h * width + v * LANES, total[h * V + v]);
-        }
-    }
-
-    int64_t heads_, padded_heads_, dim_, latent_;
-    float *q_, *sums_, *peaks_, *totals_, *rows_, *weights_;
-};
-
-// Index scores and top-k of one query at a time.
-template <class T> class Selector {
-   public:
-    static int64_t need(int64_t heads, int64_t dim, int64_t longest) {
-        return IndexQuery::need(heads, dim) + Scratch::need(LANES * dim) + Scratch::need(round_up(longest)) +
-               2 * Scratch::need(topk_scratch(longest));
-    }
-    Selector(Scratch& scratch, int64_t heads, int64_t dim, int64_t longest)
-        : query_(scratch, heads, dim), rows_(scratch.take<float>(LANES * dim)), scores_(scratch.take<float>(round_up(longest))),
-          keys_(scratch.take<int32_t>(topk_scratch(longest))), spare_(scratch.take<int32_t>(topk_scratch(longest))) {}
-
-    // `next` are the keys of the next run.
-    int64_t run(const float* q, const float* weights, const T* keys, int64_t n, const T* next, int64_t k, int32_t* positions) {
-        if (n > k) {
-            query_.set(q, weights, 1.0f);
-            index_scores_row(query_, keys, n, next, rows_, scores_);
-        }
-        return select_topk(scores_, n, k, keys_, spare_, positions);
-    }
-
-   private:
-    IndexQuery query_;
-    float *rows_, *scores_;
-    int32_t *keys_, *spare_;
-};
+constexpr int64_t TOGETHER = 16;   // queries of one slot that share a panel of keys
+constexpr int64_t CHUNK = 4096;    // keys below which a group's scores are not shared between threads
 
 struct Cache {
     const void* entries;
@@ -171,116 +18,232 @@ struct Cache {
     template <class T> const T* slot(int64_t index) const { return static_cast<const T*>(entries) + index * capacity * dim; }
 };
 
-// First query whose slot or length lies outside the cache, counted from 1; 0 = none.
-static int first_outside(const Cache& cache, const int64_t* slots, const int64_t* lengths, int64_t tokens) {
-    for (int64_t m = 0; m < tokens; m++)
-        if (slots[m] < 0 || slots[m] >= cache.slots || lengths[m] < 0 || lengths[m] > cache.capacity) return (int)m + 1;
-    return 0;
-}
+// Which part of which slot each query reads: entries starts[m] (0 when null) .. lengths[m].
+struct Queries {
+    const int64_t *slots, *starts, *lengths;
+    int64_t count;
+    int64_t start(int64_t m) const { return starts ? starts[m] : 0; }
+    int64_t visible(int64_t m) const { return lengths[m] - start(m); }
 
-static int64_t longest_of(const int64_t* lengths, int64_t tokens) {
-    int64_t longest = 0;
-    for (int64_t m = 0; m < tokens; m++) longest = lengths[m] > longest ? lengths[m] : longest;
-    return longest;
-}
+    // First query whose slot or range lies outside the cache, counted from 1; 0 = none.
+    int outside(const Cache& cache) const {
+        for (int64_t m = 0; m < count; m++)
+            if (slots[m] < 0 || slots[m] >= cache.slots || start(m) < 0 || visible(m) < 0 || lengths[m] > cache.capacity)
+                return (int)m + 1;
+        return 0;
+    }
+};
 
-// Queries per task: enough tasks to balance uneven lengths.
-static int64_t share(int64_t tokens, int threads) {
-    int64_t grain = tokens / (4 * (int64_t)(threads > 0 ? threads : 1));
-    return grain < 1 ? 1 : at_most(grain, 16);
-}
+// Queries first .. first + count of one slot; some of them must choose among keys low .. high.
+struct Group {
+    int64_t first, count, low, high;
+};
 
-template <class T>
-static void select(const float* iq, const float* iw, int64_t heads, const Cache& index, const int64_t* slots,
-                   const int64_t* lengths, int64_t tokens, int64_t k, int32_t* positions, int threads) {
-    int64_t longest = longest_of(lengths, tokens);
-    parallel(tokens, share(tokens, threads), threads, [&](int64_t begin, int64_t end) {
-        Scratch scratch(Selector<T>::need(heads, index.dim, longest));
-        Selector<T> selector(scratch, heads, index.dim, longest);
-        for (int64_t m = begin; m < end; m++) {
-            int32_t* row = positions + m * k;
-            int64_t n = selector.run(iq + m * heads * index.dim, iw + m * heads, index.slot<T>(slots[m]), lengths[m],
-                                     index.slot<T>(slots[at_most(m + 1, end - 1)]), k, row);
-            for (int64_t i = n; i < k; i++) row[i] = -1;
-        }
-    });
-}
+// Index scores and top-k of the queries of a group at the same time, over a range of the keys.
+template <class T> class Selector {
+   public:
+    static int64_t need(int64_t dim, int64_t k, int64_t together) {
+        return Scratch::need(dim * PANEL) + Scratch::need(together, sizeof(TopkStream)) + together * TopkStream::need(k);
+    }
+    Selector(Scratch& scratch, int64_t dim, int64_t k, int64_t together)
+        : streams(scratch.take<TopkStream>(together)), dim_(dim), panel_(scratch.take<float>(dim * PANEL)) {
+        for (int64_t i = 0; i < together; i++) streams[i] = TopkStream(scratch, k);
+    }
 
-// The entries of query m + 1 are loaded while query m is computed.
-template <class T>
-static void attend(const float* q, int64_t heads, const Cache& latents, int64_t latent, const int64_t* slots,
-                   const int64_t* lengths, int64_t tokens, const int32_t* positions, int64_t width, float scale, float* out,
-                   int threads) {
-    auto row = [&](int64_t m) { return positions ? positions + m * width : nullptr; };
-    auto count = [&](int64_t m) {
-        if (!positions) return lengths[m];
-        int64_t n = 0;
-        while (n < width && row(m)[n] >= 0) n++;
-        return n;
-    };
-    parallel(tokens, share(tokens, threads), threads, [&](int64_t begin, int64_t end) {
-        Scratch scratch(AbsorbedAttention<T>::need(heads, latents.dim, latent));
-        AbsorbedAttention<T> attention(scratch, heads, latents.dim, latent);
-        for (int64_t m = begin; m < end; m++) {
-            if (m + 1 < end) attention.prefetch(latents.slot<T>(slots[m + 1]), row(m + 1), count(m + 1));
-            attention.run(q + m * heads * latents.dim, scale, latents.slot<T>(slots[m]), row(m), count(m),
-                          out + m * heads * latent);
-        }
-    });
-}
-
-// Query m + 1 is selected while the entries of query m are on their way from memory.
-template <class T>
-static void sparse(const float* q, int64_t heads, const float* iq, const float* iw, int64_t index_heads, const Cache& latents,
-                   int64_t latent, const Cache& index, const int64_t* slots, const int64_t* lengths, int64_t tokens,
-                   int64_t k, float scale, float* out, int threads) {
-    int64_t longest = longest_of(lengths, tokens);
-    parallel(tokens, share(tokens, threads), threads, [&](int64_t begin, int64_t end) {
-        Scratch scratch(AbsorbedAttention<T>::need(heads, latents.dim, latent) +
-                        Selector<T>::need(index_heads, index.dim, longest) + 2 * Scratch::need(k));
-        AbsorbedAttention<T> attention(scratch, heads, latents.dim, latent);
-        Selector<T> selector(scratch, index_heads, index.dim, longest);
-        int32_t* buffers[2] = {scratch.take<int32_t>(k), scratch.take<int32_t>(k)};
-        for (int64_t m = begin; m <= end; m++) {
-            if (m < end) {
-                int32_t* positions = lengths[m] > k ? buffers[m % 2] : nullptr;
-                if (positions)
-                    selector.run(iq + m * index_heads * index.dim, iw + m * index_heads, index.slot<T>(slots[m]), lengths[m],
-                                 index.slot<T>(slots[at_most(m + 1, end - 1)]), k, positions);
-                attention.prefetch(latents.slot<T>(slots[m]), positions, at_most(lengths[m], k));
+    void run(const Group& group, const Queries& queries, const float* iq, const float* iw, int64_t heads, const T* keys,
+             int64_t k, int64_t begin, int64_t end) {
+        for (int64_t i = 0; i < group.count; i++) streams[i].clear();
+        for (int64_t first = begin; first < end; first += PANEL) {
+            pack_keys(keys, first, end, dim_, panel_);
+            Ahead ahead = panel_ahead(keys, first, end, heads, dim_, panel_);
+            for (int64_t i = 0; i < group.count; i++) {
+                int64_t m = group.first + i, low = queries.start(m), high = at_most(queries.lengths[m], end);
+                if (queries.visible(m) <= k || high <= first || low >= first + PANEL) continue;
+                vf scores[PANEL_VECTORS];
+                score_panel(iq + m * heads * dim_, iw + m * heads, heads, dim_, panel_, ahead, scores);
+                ahead.bytes = 0;  // once is enough
+                streams[i].template push<PANEL_VECTORS>(scores, first, low, high);
             }
-            if (m == begin) continue;
-            int64_t p = m - 1;
-            attention.run(q + p * heads * latents.dim, scale, latents.slot<T>(slots[p]),
-                          lengths[p] > k ? buffers[p % 2] : nullptr, at_most(lengths[p], k), out + p * heads * latent);
+        }
+    }
+
+    TopkStream* streams;
+
+   private:
+    int64_t dim_;
+    float* panel_;
+};
+
+// Consecutive queries of one slot, at most TOGETHER, into `groups`; their number.
+static int64_t form_groups(const Queries& queries, int64_t k, Group* groups) {
+    int64_t n = 0;
+    for (int64_t m = 0; m < queries.count; m++) {
+        bool joins = n && groups[n - 1].count < TOGETHER && queries.slots[m] == queries.slots[groups[n - 1].first];
+        if (!joins) groups[n++] = {m, 0, INT64_MAX, 0};
+        Group& group = groups[n - 1];
+        group.count++;
+        if (queries.visible(m) <= k) continue;  // sees no more than it may keep
+        group.low = at_most(group.low, queries.start(m));
+        group.high = queries.lengths[m] > group.high ? queries.lengths[m] : group.high;
+    }
+    return n;
+}
+
+// positions [count, k]: the selection of every query, ascending, padded with -1.
+template <class T>
+static void select(const float* iq, const float* iw, int64_t heads, const Cache& index, const Queries& queries, int64_t k,
+                   int32_t* positions, int threads) {
+    Scratch shared(Scratch::need(queries.count, sizeof(Group)));
+    Group* groups = shared.take<Group>(queries.count);
+    int64_t count = form_groups(queries, k, groups), chunks = 1, longest = 0, together = 1;
+    for (int64_t g = 0; g < count; g++) {
+        if (groups[g].high) longest = groups[g].high - groups[g].low > longest ? groups[g].high - groups[g].low : longest;
+        together = groups[g].count > together ? groups[g].count : together;
+    }
+    if (count < 2 * threads) chunks = at_most(threads, (longest + CHUNK - 1) / CHUNK);
+    if (chunks < 1) chunks = 1;
+    auto keep = [&](const Group& group, TopkStream* streams) {
+        for (int64_t i = 0; i < group.count; i++) {
+            int64_t m = group.first + i, n = queries.visible(m);
+            int32_t* row = positions + m * k;
+            if (n > k) n = streams[i].finish(), memcpy(row, streams[i].positions(), sizeof(int32_t) * n);
+            else
+                for (int64_t s = 0; s < n; s++) row[s] = (int32_t)(queries.start(m) + s);
+            for (int64_t s = n; s < k; s++) row[s] = -1;
+        }
+    };
+    if (chunks == 1) {
+        parallel(count, 1, threads, [&](int64_t begin, int64_t end) {
+            Scratch scratch(Selector<T>::need(index.dim, k, together));
+            Selector<T> selector(scratch, index.dim, k, together);
+            for (int64_t g = begin; g < end; g++) {
+                const Group& group = groups[g];
+                selector.run(group, queries, iq, iw, heads, index.slot<T>(queries.slots[group.first]), k, group.low, group.high);
+                keep(group, selector.streams);
+            }
+        });
+        return;
+    }
+    Scratch kept(Scratch::need(count * chunks * together, 8) + 2 * Scratch::need(count * chunks * together * k));
+    int64_t* sizes = kept.take<int64_t>(count * chunks * together);
+    int32_t *kept_keys = kept.take<int32_t>(count * chunks * together * k), *kept_positions = kept.take<int32_t>(count * chunks * together * k);
+    parallel(count * chunks, 1, threads, [&](int64_t begin, int64_t end) {
+        Scratch scratch(Selector<T>::need(index.dim, k, together));
+        Selector<T> selector(scratch, index.dim, k, together);
+        for (int64_t task = begin; task < end; task++) {
+            const Group& group = groups[task / chunks];
+            int64_t span = group.high > group.low ? group.high - group.low : 0, step = (span + chunks - 1) / chunks;
+            int64_t first = group.low + task % chunks * step;
+            selector.run(group, queries, iq, iw, heads, index.slot<T>(queries.slots[group.first]), k, first,
+                         at_most(group.high, first + step));
+            for (int64_t i = 0; i < group.count; i++) {
+                int64_t place = task * together + i, n = sizes[place] = selector.streams[i].finish();
+                memcpy(kept_keys + place * k, selector.streams[i].keys(), sizeof(int32_t) * n);
+                memcpy(kept_positions + place * k, selector.streams[i].positions(), sizeof(int32_t) * n);
+            }
         }
     });
+    Scratch scratch(Selector<T>::need(index.dim, k, together));
+    Selector<T> merged(scratch, index.dim, k, together);
+    for (int64_t g = 0; g < count; g++) {
+        for (int64_t i = 0; i < groups[g].count; i++) {
+            merged.streams[i].clear();
+            for (int64_t chunk = 0; chunk < chunks; chunk++) {
+                int64_t place = (g * chunks + chunk) * together + i;
+                merged.streams[i].append(kept_keys + place * k, kept_positions + place * k, sizes[place]);
+            }
+        }
+        keep(groups[g], merged.streams);
+    }
+}
+
+// Which keys a query attends to: `row` lists them (null: entries first .. first + count).
+struct Selection {
+    const int32_t* row;
+    int64_t count;
+};
+
+// out [count, heads, latent] over `positions` [count, width], or all visible entries when that is null; log_sums
+// [count, heads] unless null. The first entries of query m + 1 are loaded while query m is computed.
+template <class T>
+static void attend(const float* q, const AttentionShape& shape, const Cache& latents, const Queries& queries,
+                   const int32_t* positions, int64_t width, float scale, float* out, float* log_sums, int threads) {
+    auto choice = [&](int64_t m) {
+        if (!positions) return Selection{nullptr, queries.visible(m)};
+        const int32_t* row = positions + m * width;
+        int64_t n = width;
+        while (n > 0 && row[n - 1] < 0) n--;
+        return Selection{row, n};
+    };
+    auto entries = [&](int64_t m) {
+        return latents.slot<T>(queries.slots[m]) + (positions ? 0 : queries.start(m) * latents.dim);
+    };
+    auto sums = [&](int64_t m) { return log_sums ? log_sums + m * shape.heads : nullptr; };
+    int64_t size = shape.heads * shape.latent, parts = 0;
+    for (int64_t m = 0; m < queries.count; m++) parts += (choice(m).count + PART - 1) / PART;
+    if (threads <= 1 || queries.count >= 4 * threads || parts <= queries.count) {
+        int64_t grain = queries.count / (4 * (int64_t)(threads > 0 ? threads : 1));
+        parallel(queries.count, grain < 1 ? 1 : at_most(grain, 16), threads, [&](int64_t begin, int64_t end) {
+            Scratch scratch(AbsorbedAttention<T>::need(shape));
+            AbsorbedAttention<T> attention(scratch, shape);
+            for (int64_t m = begin; m < end; m++) {
+                if (m + 1 < end) attention.prefetch(entries(m + 1), choice(m + 1).row, choice(m + 1).count);
+                attention.set_query(q + m * shape.heads * shape.dim, scale);
+                attention.run(entries(m), choice(m).row, choice(m).count, out + m * size, sums(m));
+            }
+        });
+        return;
+    }
+    Scratch shared(parts * Partial::need(shape) + 2 * Scratch::need(parts, 8) + Scratch::need(parts, sizeof(Partial)));
+    Partial* partials = shared.take<Partial>(parts);
+    int64_t *owners = shared.take<int64_t>(parts), *begins = shared.take<int64_t>(parts), n = 0;
+    for (int64_t m = 0; m < queries.count; m++)
+        for (int64_t begin = 0; begin < choice(m).count; begin += PART, n++)
+            partials[n] = Partial(shared, shape), owners[n] = m, begins[n] = begin;
+    parallel(parts, 1, threads, [&](int64_t first, int64_t last) {
+        Scratch scratch(AbsorbedAttention<T>::need(shape));
+        AbsorbedAttention<T> attention(scratch, shape);
+        for (int64_t p = first; p < last; p++) {
+            int64_t m = owners[p];
+            attention.set_query(q + m * shape.heads * shape.dim, scale);
+            attention.run_part(entries(m), choice(m).row, begins[p], at_most(choice(m).count, begins[p] + PART), partials[p]);
+        }
+    });
+    for (int64_t m = 0, p = 0; m < queries.count; m++) {
+        int64_t first = p, count = choice(m).count;
+        for (; p < parts && owners[p] == m; p++)
+            if (p > first) partials[first].add(shape, partials[p]);
+        AbsorbedAttention<T>::finish(shape, count, partials[count ? first : 0], out + m * size, sums(m));
+    }
 }
 
 }  // namespace
 
-// All exports of this file return 0, or 1 + the first query whose slot or length is outside the cache (nothing is
-// computed then). half: the caches hold bf16, else fp32; everything else is fp32 and contiguous.
+// All exports of this file return 0, or 1 + the first query whose slot or range is outside the cache (nothing is
+// computed then). half: the caches hold bf16, else fp32; everything else is fp32 and contiguous. starts may be null.
 
 // positions [tokens, k]: ragged_select of the reference. iq [tokens, heads, dim], iw [tokens, heads].
 GLM5_EXPORT(ragged_select)(int half, const float* iq, const float* iw, int64_t heads, const void* keys, int64_t slot_count,
-                           int64_t capacity, int64_t dim, const int64_t* slots, const int64_t* lengths, int64_t tokens,
-                           int64_t k, int32_t* positions, int threads) {
+                           int64_t capacity, int64_t dim, const int64_t* slots, const int64_t* starts,
+                           const int64_t* lengths, int64_t tokens, int64_t k, int32_t* positions, int threads) {
     Cache index{keys, slot_count, capacity, dim};
-    if (int outside = first_outside(index, slots, lengths, tokens)) return outside;
-    (half ? select<bf16> : select<float>)(iq, iw, heads, index, slots, lengths, tokens, k, positions, threads);
+    Queries queries{slots, starts, lengths, tokens};
+    if (int outside = queries.outside(index)) return outside;
+    (half ? select<bf16> : select<float>)(iq, iw, heads, index, queries, k, positions, threads);
     return 0;
 }
 
-// out [tokens, heads, latent]: ragged_attention of the reference. q [tokens, heads, dim]; positions may be null.
+// out [tokens, heads, latent]: ragged_attention of the reference. q [tokens, heads, dim]; positions [tokens, width] may
+// be null; log_sums [tokens, heads] receives log(sum exp) unless it is null.
 GLM5_EXPORT(ragged_attention)(int half, const float* q, int64_t heads, const void* latents, int64_t slot_count,
-                              int64_t capacity, int64_t dim, int64_t latent, const int64_t* slots, const int64_t* lengths,
-                              int64_t tokens, const int32_t* positions, int64_t width, float scale, float* out,
-                              int threads) {
+                              int64_t capacity, int64_t dim, int64_t latent, const int64_t* slots, const int64_t* starts,
+                              const int64_t* lengths, int64_t tokens, const int32_t* positions, int64_t width, float scale,
+                              float* out, float* log_sums, int threads) {
     Cache cache{latents, slot_count, capacity, dim};
-    if (int outside = first_outside(cache, slots, lengths, tokens)) return outside;
-    (half ? attend<bf16> : attend<float>)(q, heads, cache, latent, slots, lengths, tokens, positions, width, scale, out,
-                                          threads);
+    Queries queries{slots, starts, lengths, tokens};
+    if (int outside = queries.outside(cache)) return outside;
+    (half ? attend<bf16> : attend<float>)(q, AttentionShape{heads, dim, latent}, cache, queries, positions, width, scale, out,
+                                          log_sums, threads);
     return 0;
 }
 
@@ -290,8 +253,14 @@ GLM5_EXPORT(ragged_dsa)(int half, const float* q, int64_t heads, const float* iq
                         const void* keys, int64_t index_dim, const int64_t* slots, const int64_t* lengths, int64_t tokens,
                         int64_t k, float scale, float* out, int threads) {
     Cache cache{latents, slot_count, capacity, dim}, index{keys, slot_count, capacity, index_dim};
-    if (int outside = first_outside(cache, slots, lengths, tokens)) return outside;
-    (half ? sparse<bf16> : sparse<float>)(q, heads, iq, iw, index_heads, cache, latent, index, slots, lengths, tokens, k,
-                                          scale, out, threads);
+    Queries queries{slots, nullptr, lengths, tokens};
+    if (int outside = queries.outside(cache)) return outside;
+    int64_t longest = 0;
+    for (int64_t m = 0; m < tokens; m++) longest = lengths[m] > longest ? lengths[m] : longest;
+    Scratch scratch(Scratch::need(longest > k ? tokens * k : 0));
+    int32_t* positions = longest > k ? scratch.take<int32_t>(tokens * k) : nullptr;
+    if (positions) (half ? select<bf16> : select<float>)(iq, iw, index_heads, index, queries, k, positions, threads);
+    (half ? attend<bf16> : attend<float>)(q, AttentionShape{heads, dim, latent}, cache, queries, positions, k, scale, out,
+                                          nullptr, threads);
     return 0;
 }

@@ -62,6 +62,27 @@ class Rope(torch.autograd.Function):
         return dx, None, None, None
 
 
+class Swiglu(torch.autograd.Function):
+    """``apply(gate_up)``"""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        y = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        ctx.save_for_backward(gate_up)
+        native()["swiglu"](gate_up.data_ptr(), gate_up.shape[:-1].numel(), y.shape[-1], y.data_ptr(), torch.get_num_threads())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        gate_up, = ctx.saved_tensors
+        dgate_up, dy = torch.empty_like(gate_up), dy.contiguous()
+        native()["swiglu_backward"](gate_up.data_ptr(), dy.data_ptr(), dy.shape[:-1].numel(), dy.shape[-1],
+                                    dgate_up.data_ptr(), torch.get_num_threads())
+        return dgate_up
+
+
 class Experts(torch.autograd.Function):
     """``apply(x_MD, expert_ids_MA, weights_MA, gate_up_EGD, down_EDF)``"""
 

@@ -1,0 +1,157 @@
+"""Native operations over listed keys with gradients (fp32): what sparse attention trains with, none of size [T, S].
+
+``positions_BTK`` is int32 or int64, ascending, padded with -1 at the end of a row. Letters as in ``reference``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from glm5.errors import KernelError
+from glm5.kernels.cpu.library import native
+
+
+class SparseAttention(torch.autograd.Function):
+    """``apply(q_BTHK, latent_BSK, positions_BTK, scale, kv_lora_rank)``"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float, kv_lora_rank: int
+    ) -> Tensor:
+        q, latent, positions = q_BTHK.contiguous(), latent_BSK.contiguous(), listed(positions_BTK, latent_BSK.shape[1])
+        batches, queries, heads, dim = q.shape
+        slots_M = torch.arange(batches).repeat_interleave(queries)
+        lengths_M = torch.full_like(slots_M, latent.shape[1])
+        out_BTHC, log_sums_BTH = (
+            torch.empty(batches, queries, heads, kv_lora_rank),
+            torch.empty(batches, queries, heads),
+        )
+        native()["ragged_attention"](
+            False,
+            q.data_ptr(),
+            heads,
+            latent.data_ptr(),
+            *latent.shape,
+            kv_lora_rank,
+            slots_M.data_ptr(),
+            None,
+            lengths_M.data_ptr(),
+            batches * queries,
+            positions.data_ptr(),
+            positions.shape[2],
+            scale,
+            out_BTHC.data_ptr(),
+            log_sums_BTH.data_ptr(),
+            torch.get_num_threads(),
+        )
+        ctx.save_for_backward(q, latent, positions, out_BTHC, log_sums_BTH)
+        ctx.scale = scale
+        return out_BTHC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_BTHC: Tensor) -> tuple[Tensor | None, ...]:
+        q, latent, positions, out_BTHC, log_sums_BTH = ctx.saved_tensors
+        dout_BTHC = dout_BTHC.contiguous()
+        dq, dlatent = torch.empty_like(q), torch.empty_like(latent)
+        batches, queries, heads, dim = q.shape
+        native()["sparse_attention_backward"](
+            q.data_ptr(),
+            latent.data_ptr(),
+            positions.data_ptr(),
+            batches,
+            queries,
+            latent.shape[1],
+            heads,
+            dim,
+            out_BTHC.shape[3],
+            positions.shape[2],
+            ctx.scale,
+            out_BTHC.data_ptr(),
+            log_sums_BTH.data_ptr(),
+            dout_BTHC.data_ptr(),
+            dq.data_ptr(),
+            dlatent.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return dq, dlatent, None, None, None
+
+
+class SparseScores(torch.autograd.Function):
+    """``apply(q_BTJX, k_BSX, w_BTJ, scale, positions_BTK)``"""
+
+    @staticmethod
+    def forward(ctx: Any, q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, positions_BTK: Tensor) -> Tensor:
+        q, k, w = q_BTJX.contiguous(), k_BSX.contiguous(), w_BTJ.contiguous()
+        positions = listed(positions_BTK, k.shape[1])
+        scores_BTK = torch.empty(positions.shape)
+        ctx.save_for_backward(q, k, w, positions)
+        ctx.sizes, ctx.scale = _sizes(q, k, positions), scale
+        native()["sparse_scores"](
+            q.data_ptr(),
+            k.data_ptr(),
+            w.data_ptr(),
+            positions.data_ptr(),
+            *ctx.sizes,
+            scale,
+            scores_BTK.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return scores_BTK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dscores_BTK: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, w, positions = ctx.saved_tensors
+        dscores_BTK = dscores_BTK.contiguous()
+        dq, dk, dw = torch.empty_like(q), torch.empty_like(k), torch.empty_like(w)
+        native()["sparse_scores_backward"](
+            q.data_ptr(),
+            k.data_ptr(),
+            w.data_ptr(),
+            positions.data_ptr(),
+            *ctx.sizes,
+            ctx.scale,
+            dscores_BTK.data_ptr(),
+            dq.data_ptr(),
+            dk.data_ptr(),
+            dw.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return dq, dk, dw, None, None
+
+
+def sparse_targets(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float) -> Tensor:
+    """``reference.sparse_targets`` in fp32; no gradient."""
+    q, latent = q_BTHK.detach().contiguous(), latent_BSK.detach().contiguous()
+    positions = listed(positions_BTK, latent.shape[1])
+    target_BTK = torch.empty(positions.shape)
+    native()["sparse_targets"](
+        q.data_ptr(),
+        latent.data_ptr(),
+        positions.data_ptr(),
+        *_sizes(q, latent, positions),
+        scale,
+        target_BTK.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return target_BTK
+
+
+def listed(positions_BTK: Tensor, keys: int) -> Tensor:
+    """The list as contiguous int32. Raises KernelError when it names a key that does not exist."""
+    if positions_BTK.numel() and not -1 <= int(positions_BTK.min()) <= int(positions_BTK.max()) < keys:
+        raise KernelError(
+            f"sparse attention: positions reach from {int(positions_BTK.min())} to "
+            f"{int(positions_BTK.max())}; expected -1 (none) to {keys - 1}; check the selection"
+        )
+    return positions_BTK.to(torch.int32).contiguous()
+
+
+def _sizes(q: Tensor, keys: Tensor, positions: Tensor) -> tuple[int, ...]:
+    """Batches, queries, keys, heads, dim, listed keys: in C order."""
+    return q.shape[0], q.shape[1], keys.shape[1], q.shape[2], q.shape[3], positions.shape[2]
