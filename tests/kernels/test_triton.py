@@ -20,9 +20,15 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (extra gpu)")
 def test_triton_forms_equal_the_reference_in_the_interpreter():
-    result = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.kernels.triton_cases"], cwd=ROOT, text=True,
-                            capture_output=True, timeout=300, check=False,
-                            env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])})
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.triton_cases"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+    )
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
 
 

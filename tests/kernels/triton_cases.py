@@ -30,7 +30,9 @@ def gradients(function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> li
 def compare(name: str, arguments: tuple[Any, ...], device: torch.device, tolerance: float = 1e-4) -> None:
     """Values and gradients of the Triton form equal the reference, and a second run gives the same bits."""
     moved = tuple(
-        argument.detach().to(device).requires_grad_(argument.requires_grad) if isinstance(argument, Tensor) else argument
+        argument.detach().to(device).requires_grad_(argument.requires_grad)
+        if isinstance(argument, Tensor)
+        else argument
         for argument in arguments
     )
     with dispatch.prefer("triton"):
@@ -129,8 +131,13 @@ def experts(device: torch.device) -> None:
 def sample(device: torch.device) -> None:
     logits_BW = torch.randn(6, 50) * 2
     logits_BW[1, 10:14] = logits_BW[1].max()  # equal logits at every cut
-    settings = (torch.tensor([0.0, 1.0, 0.7, 1.0, 1.3, 1.0]), torch.tensor([-1, 2, 5, -1, 8, -1]),
-                torch.tensor([1.0, 1.0, 0.8, 0.5, 0.9, 1.0]), torch.tensor([0.0, 0.0, 0.0, 0.0, 0.05, 0.3]), torch.rand(6))
+    settings = (
+        torch.tensor([0.0, 1.0, 0.7, 1.0, 1.3, 1.0]),
+        torch.tensor([-1, 2, 5, -1, 8, -1]),
+        torch.tensor([1.0, 1.0, 0.8, 0.5, 0.9, 1.0]),
+        torch.tensor([0.0, 0.0, 0.0, 0.0, 0.05, 0.3]),
+        torch.rand(6),
+    )
     with dispatch.prefer("triton"):
         ids_B, logprobs_B = dispatch.sample(logits_BW.to(device), *(setting.to(device) for setting in settings))
     want_B, want_logprobs_B = reference.sample(logits_BW, *settings)
@@ -138,9 +145,23 @@ def sample(device: torch.device) -> None:
     torch.testing.assert_close(logprobs_B.cpu(), want_logprobs_B, rtol=1e-5, atol=1e-5)
 
 
-CASES: dict[str, Case] = {case.__name__: case for case in (
-    rms_norm, apply_rope, swiglu, sparse_attention, sparse_targets, sparse_scores, indexer_kl, index_scores, selection,
-    ragged_attention, experts, sample)}
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (
+        rms_norm,
+        apply_rope,
+        swiglu,
+        sparse_attention,
+        sparse_targets,
+        sparse_scores,
+        indexer_kl,
+        index_scores,
+        selection,
+        ragged_attention,
+        experts,
+        sample,
+    )
+}
 
 
 def main() -> int:

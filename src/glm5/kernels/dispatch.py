@@ -1,9 +1,9 @@
 """One function per operation: picks the fastest form for the device, type and size at hand.
 
 The contract of every operation is its docstring in ``reference``. On a CPU in fp32 (and over bf16 caches) the native
-form runs, up to the sizes where PyTorch's own kernels overtake it; on a CUDA device the Triton form; everything else runs
-``fused`` or ``reference``. The crossovers were measured with ``benchmarks/bench_kernels.py --crossovers``. A missing
-native library or Triton is a ``KernelError``, not a slower form. ``prefer`` overrules the choice within a block.
+form runs, up to the sizes where PyTorch's own kernels overtake it; on a CUDA device the Triton form; everything else
+runs ``fused`` or ``reference``. The crossovers were measured with ``benchmarks/bench_kernels.py --crossovers``. A
+missing native library or Triton is a ``KernelError``, not a slower form. ``prefer`` overrules the choice in a block.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor,
     return inference.ragged_dsa(*arguments) if native else reference.ragged_dsa(*arguments)
 
 
-def sparse_attention(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
+def sparse_attention(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float,
+                     kv_lora_rank: int) -> Tensor:
     """See ``reference.sparse_attention``."""
     arguments = (q_BTHK, latent_BSK, positions_BTK, scale, kv_lora_rank)
     if _uses_triton(q_BTHK):

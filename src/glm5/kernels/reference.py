@@ -134,8 +134,8 @@ def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M
                   index_topk: int, starts_M: Tensor | None = None) -> Tensor | None:
     """Cache positions that each query attends to -> positions_MK, int32, ascending, padded with -1; None = all of them.
 
-    Query m sees the first ``lengths[m]`` entries of slot ``slots[m]``, from ``starts[m]`` on (0 without ``starts``), and
-    keeps the ``index_topk`` best by ``sum_j iw[m, j] * relu(iq[m, j] . key)`` (all scale factors folded into ``iw``).
+    Query m sees the first ``lengths[m]`` entries of slot ``slots[m]``, from ``starts[m]`` on (0 without ``starts``),
+    and keeps the ``index_topk`` best by ``sum_j iw[m, j] * relu(iq[m, j] . key)`` (scale factors folded into ``iw``).
     Ties go to the lower position. Returns None when ``index_topk <= 0`` or, without ``starts``, when no query sees more
     than ``index_topk`` keys. No gradient. With one slot per row of a batch this is the selection of a training step.
     """
@@ -192,7 +192,8 @@ def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor,
     return ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank)
 
 
-def sparse_attention(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
+def sparse_attention(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float,
+                     kv_lora_rank: int) -> Tensor:
     """Absorbed attention of every query over its listed keys -> out_BTHC, C = ``kv_lora_rank``.
 
     ``positions`` are ascending, padded with -1 at the end. Logits are ``scale * q . latent`` over all K = C + R dims,
@@ -240,7 +241,7 @@ def sample(logits_BW: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: T
     scaled_BW = logits_BW.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
     peak_B1 = scaled_BW.amax(-1, keepdim=True)
     weights_BW = (scaled_BW - peak_B1).exp().double()
-    sorted_BW, order_BW = scaled_BW.sort(-1, descending=True, stable=True)
+    sorted_BW, order_BW = scaled_BW.sort(dim=-1, descending=True, stable=True)
     rank_W, width = torch.arange(logits_BW.shape[-1], device=logits_BW.device), logits_BW.shape[-1]
     limit_B1 = torch.where(top_k_B > 0, top_k_B.clamp(max=width), width)[:, None]
     ranked_BW = weights_BW.gather(-1, order_BW).masked_fill(rank_W >= limit_B1, 0.0)

@@ -65,27 +65,4 @@ GLM5_INLINE vf index_scores_block(const IndexQuery& query, const float* const* k
     return reduce_lanes(sums);
 }
 
-constexpr int64_t AHEAD = 64;  // keys between what is computed and what is loaded from memory
-
-// scores[s] for s in [0, n), written up to a multiple of LANES. `keys` is contiguous; `next` are the keys that a later
-// call reads first; `rows` [LANES, dim] is scratch for keys that are not fp32.
-template <class T>
-static void index_scores_row(const IndexQuery& query, const T* keys, int64_t n, const T* next, float* rows, float* scores) {
-    for (int64_t s = 0; s < n; s += LANES) {
-        const float* pointers[LANES];
-        const char* ahead = (const char*)(s + AHEAD < n ? keys + (s + AHEAD) * query.dim : next + (s + AHEAD - n) * query.dim);
-        for (int64_t byte = 0; byte < LANES * query.dim * (int64_t)sizeof(T); byte += 64) __builtin_prefetch(ahead + byte);
-        for (int i = 0; i < LANES; i++) {
-            const T* key = keys + at_most(s + i, n - 1) * query.dim;
-            if constexpr (sizeof(T) == sizeof(float)) {
-                pointers[i] = key;
-            } else {
-                for (int64_t x = 0; x < query.dim; x++) rows[i * query.dim + x] = as_float(key[x]);
-                pointers[i] = rows + i * query.dim;
-            }
-        }
-        store(scores + s, index_scores_block(query, pointers));
-    }
-}
-
 }  // namespace

@@ -23,7 +23,7 @@ class SparseAttention(torch.autograd.Function):
         ctx: Any, q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float, kv_lora_rank: int
     ) -> Tensor:
         q, latent, positions = q_BTHK.contiguous(), latent_BSK.contiguous(), listed(positions_BTK, latent_BSK.shape[1])
-        batches, queries, heads, dim = q.shape
+        batches, queries, heads = q.shape[:3]
         slots_M = torch.arange(batches).repeat_interleave(queries)
         lengths_M = torch.full_like(slots_M, latent.shape[1])
         out_BTHC, log_sums_BTH = (

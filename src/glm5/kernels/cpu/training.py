@@ -70,7 +70,8 @@ class Swiglu(torch.autograd.Function):
         gate_up = gate_up.contiguous()
         y = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         ctx.save_for_backward(gate_up)
-        native()["swiglu"](gate_up.data_ptr(), gate_up.shape[:-1].numel(), y.shape[-1], y.data_ptr(), torch.get_num_threads())
+        native()["swiglu"](gate_up.data_ptr(), gate_up.shape[:-1].numel(), y.shape[-1], y.data_ptr(),
+                           torch.get_num_threads())
         return y
 
     @staticmethod

@@ -34,8 +34,8 @@ def _rms_norm_backward(x, weight, inverse, dy, dx, partial, rows, size, ROWS: tl
     total = tl.zeros([BLOCK], tl.float32)
     for i in range(ROWS):
         row = program * ROWS + i
-        here = inside & (row < rows)
-        scale = tl.load(inverse + row, mask=row < rows, other=0.0)
+        here = column < tl.where(row < rows, size, 0)
+        scale = tl.load(inverse + tl.minimum(row, rows - 1))
         normal = tl.load(x + row * size + column, mask=here, other=0.0).to(tl.float32) * scale
         slope = tl.load(dy + row * size + column, mask=here, other=0.0).to(tl.float32)
         total += slope * normal
