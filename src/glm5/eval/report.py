@@ -47,6 +47,9 @@ ROW_NAMES = {
     "groups.STATE": "RL groups by state",
     "groups.dropped.REASON": "RL groups that were not trained, by reason",
     "staleness.STEPS": "trained episodes by age in trainer steps",
+    "KIND.TOPK.LENGTH.vs_torch_dense": "speed-up over PyTorch's dense attention by selected and visible keys",
+    "KIND.TOPK.LENGTH.vs_native_dense": "speed-up over the native dense form",
+    "KIND.TOPK.LENGTH.ceiling_share": "time that operations and bytes allow at the measured ceilings over the time taken",
     "ledger.violations": "broken invariants of the ledger",
 }
 """Meaning of row names; a part in capitals stands for any word. The first match counts."""
