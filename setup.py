@@ -25,4 +25,5 @@ try:
         find_compiler()  # before anything else, so that a missing compiler is the only output
     setup(ext_modules=[Extension("glm5.kernels.cpu._native", sources=[])], cmdclass={"build_ext": NativeBuild})
 except KernelError as error:
-    raise SystemExit(f"error: {error}") from None
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2) from None

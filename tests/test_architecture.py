@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "glm5"
-BASE = {"errors", "records", "config", "runlog", "process"}
+BASE = {"errors", "records", "config", "runlog", "process", "wire"}
 MAY_IMPORT = {
     "errors": set(),
     "records": set(),
     "config": {"errors"},
     "runlog": {"errors"},
     "process": {"errors", "runlog"},
+    "wire": {"errors"},
     "tokenizer": BASE,
     "data": BASE | {"tokenizer"},
     "kernels": BASE,
@@ -60,7 +61,7 @@ def test_layers_import_only_what_the_table_allows():
 def test_torch_free_layers_leave_torch_unloaded():
     modules = "glm5, glm5.process, glm5.tokenizer, glm5.gateway.app, glm5.env.service, glm5.env.client, glm5.cli"
     configs = "glm5.model.config, glm5.train.config, glm5.engine.config, glm5.rl.config"
-    configs += ", glm5.rl.ledger, glm5.rl.orchestrator"
+    configs += ", glm5.rl.ledger, glm5.rl.orchestrator, glm5.data.loader, glm5.data.prepare"
     code = f"import {modules}, {configs}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 

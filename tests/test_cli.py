@@ -36,6 +36,8 @@ def test_help_names_every_command_without_loading_torch():
     (("generate", "no-such-directory", "hello"), ["no-such-directory"]),
     (("env", "check", "no-such-taskset"), ["no-such-taskset", "installed"]),
     (("model", "info", "no-such-preset"), ["no-such-preset", "nano"]),
+    (("data", "dedup", "no-such-folder", "--output", "kept.jsonl"), ["no-such-folder", "no such file or folder"]),
+    (("data", "inspect", f"{CONFIGS}/pretrain.toml", "--tokenizer", "no-such-tokenizer"), ["no-such-tokenizer"]),
 ])
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, tmp_path):
     done = glm5(*arguments)
@@ -63,8 +65,10 @@ def test_two_runs_in_one_directory_are_refused(tmp_path):
     ("gateway", "--engine", "http://127.0.0.1:9", "--tokenizer", "any", "--store", "any.sqlite"),
     ("serve", "any-directory"),
     ("env", "serve", "calculator", "--sandbox", "none"),
+    ("orchestrator", f"{CONFIGS}/rl.toml", "--run-dir", "RUN_DIR", "--gateway-url", "http://127.0.0.1:9"),
 ])
-def test_a_taken_port_is_one_line_and_exit_code_2(command):
+def test_a_taken_port_is_one_line_and_exit_code_2(command, tmp_path):
+    command = [part.replace("RUN_DIR", str(tmp_path / "run")) for part in command]
     listener = process.bind("127.0.0.1", 0)
     try:
         done = glm5(*command, "--port", str(listener.getsockname()[1]))
@@ -73,6 +77,7 @@ def test_a_taken_port_is_one_line_and_exit_code_2(command):
     assert done.returncode == 2
     assert done.stderr.strip().count("\n") == 0
     assert "--port" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_parameter_counts_are_the_published_ones():

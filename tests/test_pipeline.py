@@ -1,54 +1,21 @@
 """A whole run, killed on the way, continues and ends with a report and a checkpoint that Transformers loads."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from tiny_pipeline import NANO, STAGES, processes_that_name, start, write_tiny_pipeline
 
 from glm5.config import load_config
+from glm5.data.packing import Batch
 from glm5.errors import ConfigError
-from glm5.pipeline import Pipeline, PipelineConfig
+from glm5.pipeline import Pipeline, PipelineConfig, _document_starts
 from glm5.rl.config import RLConfig
 from glm5.train.config import StageConfig
-
-NANO = Path(__file__).parents[1] / "configs" / "nano"
-STAGES = ("pretrain", "midtrain", "dsa-warmup", "dsa-sparse", "sft")
-
-
-def write_tiny_pipeline(directory: Path) -> Path:
-    """The nano pipeline with a few steps of each stage, on a small corpus."""
-    corpus = directory / "corpus"
-    corpus.mkdir()
-    for number in range(40):
-        lines = [f"def function_{number}_{line}(value):\n    return value + {line * number}\n" for line in range(40)]
-        (corpus / f"part{number}.txt").write_text("".join(lines))
-    for name in STAGES:
-        text = (NANO / f"{name}.toml").read_text().replace('["stdlib"]', json.dumps([str(corpus)]))
-        lines = [line for line in text.splitlines() if not line.startswith(("max_minutes", "every", "patience"))]
-        changes = {"steps": "steps = 4", "batch_rows": "batch_rows = 2", "checkpoint_every": "checkpoint_every = 2",
-                   "warmup_steps": "warmup_steps = 1"}
-        lines = [changes.get(line.split(" =")[0], line) for line in lines]
-        if name == "sft":
-            lines = [f"{line}\nevery = 4" if line == "[evaluation]" else line for line in lines]
-        (directory / f"{name}.toml").write_text("\n".join(lines) + "\n")
-    (directory / "rl.toml").write_text(f'extends = "{NANO}/rl.toml"\nsteps = 1\nmax_minutes = 0.15\nconcurrency = 8\n'
-                                       'groups_per_batch = 2\ngroup_size = 2\nsandbox = "none"\n')
-    pipeline = directory / "pipeline.toml"
-    pipeline.write_text(
-        f'extends = "{NANO}/pipeline.toml"\nname = "tiny"\nrun_dir = "{directory}/run"\n'
-        f'[tokenizer]\nvocab_size = 1024\nsources = ["{corpus}"]\n[demonstrations]\ncalculator = 3\nshell = 3\nrepair = 3\n'
-        "[report]\ntasks = 3\nstop_tasks = 2\n")
-    return pipeline
-
-
-def start(pipeline: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "glm5", "run", str(pipeline)], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
 
 
 def kill_when(process: subprocess.Popen[str], path: Path) -> None:
@@ -59,17 +26,6 @@ def kill_when(process: subprocess.Popen[str], path: Path) -> None:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
-
-
-def processes_that_name(text: str) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and int(entry.name) != os.getpid() and text in (entry / "cmdline").read_text():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
 
 
 def test_a_run_that_is_killed_continues_to_its_report(tmp_path):
@@ -100,6 +56,17 @@ def test_a_run_that_is_killed_continues_to_its_report(tmp_path):
 
     with pytest.raises(ConfigError, match="other settings"):
         Pipeline(pipeline, ["report.tasks=4"]).run()
+
+
+def test_prompts_of_the_acceptance_length_lie_inside_one_document():
+    end, size = 0, 64
+    long, short, cut = list(range(1, 101)), list(range(200, 230)), list(range(300, 300 + size))
+    ids = [*long, end, *short, end, *cut, end, end, end]
+    documents = [0] * 101 + [1] * 31 + [2] * (size + 1) + [-1] * 2
+    batch = Batch(ids_BT=torch.tensor([ids]), positions_BT=torch.zeros(1, len(ids)),
+                  documents_BT=torch.tensor([documents]), loss_mask_BT=torch.zeros(1, len(ids)))
+    assert _document_starts([batch], end) == [long[:size], cut]
+    assert _document_starts([], end) == []
 
 
 def test_every_nano_configuration_is_valid():

@@ -35,6 +35,30 @@ def test_a_taken_port_is_one_clear_line():
         listener.close()
 
 
+def test_a_reserved_port_is_given_to_nobody_and_can_be_bound_again_and_again():
+    with process.reserve("127.0.0.1") as holder:
+        port = holder.getsockname()[1]
+        for _ in range(2):
+            with process.bind("127.0.0.1", port), pytest.raises(ServiceError):
+                process.bind("127.0.0.1", port)
+        others = [process.reserve("127.0.0.1") for _ in range(200)]
+        assert port not in {other.getsockname()[1] for other in others}
+        for other in others:
+            other.close()
+
+
+def test_a_service_that_fails_stops_and_raises():
+    async def app(scope, receive, send):
+        assert scope["type"] == "lifespan"
+        for _ in range(2):
+            kind = (await receive())["type"]
+            await send({"type": f"{kind}.complete"})
+
+    failures = iter([None, ServiceError("disk full"), ServiceError("disk full")])
+    with pytest.raises(ServiceError, match="disk full"):
+        process.serve_app(app, failure=lambda: next(failures))
+
+
 def test_a_child_dies_when_its_parent_is_killed(tmp_path):
     parent_code = (
         "import os, subprocess, sys, time\n"

@@ -2,4 +2,5 @@
 
 from glm5.cli import main
 
-main()
+if __name__ == "__main__":  # not in the processes that multiprocessing starts
+    main()

@@ -24,14 +24,16 @@ from glm5.errors import ConfigError, DataError
 from glm5.process import lock_directory
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
-from glm5.runlog import RunLog, read_jsonl, write_atomic
+from glm5.runlog import RunLog, read_jsonl, temporary_path, write_atomic
 from glm5.train.config import StageConfig
 
 if TYPE_CHECKING:
+    from glm5.data.packing import Batch
     from glm5.model.transformer import GlmMoeDsaForCausalLM
     from glm5.rl.launch.local import RolloutStack
 
 Row = dict[str, Any]
+_MTP_PROMPTS, _MTP_PROMPT_TOKENS = 32, 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,10 +162,12 @@ class Pipeline:
         with self._clock.step("tokenizer"):
             documents = read_documents(self.config.tokenizer.sources)
             trained = train_tokenizer((document.text for document in documents), self.config.tokenizer.vocab_size)
-            temporary = self.run_dir / "tokenizer.tmp"
-            shutil.rmtree(temporary, ignore_errors=True)
-            trained.save(temporary)
-            temporary.rename(directory)
+            temporary = temporary_path(directory)
+            try:
+                trained.save(temporary)
+                temporary.rename(directory)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
 
     def _run_stage(self, stage: StageConfig,
                    evaluate: Callable[[GlmMoeDsaForCausalLM, int], dict[str, float]] | None = None) -> Path:
@@ -209,11 +213,11 @@ class Pipeline:
 
         stage = dataclasses.replace(self.stages[-1], data=dataclasses.replace(
             self.stages[-1].data, conversations=(str(self._demonstrations()),)))
+        scratch = self.run_dir / stage.name / "evaluated"
+        shutil.rmtree(scratch, ignore_errors=True)  # of an attempt that was killed
         if final_checkpoint(self.run_dir / stage.name) is not None:
             return
         start = self._final(self.stages[-2].name) if len(self.stages) > 1 else self.run_dir / "tokenizer"
-        scratch = self.run_dir / stage.name / "evaluated"
-        shutil.rmtree(scratch, ignore_errors=True)  # of an attempt that was killed
         with self._stack(start, stage.name) as stack:
 
             def evaluate(model: GlmMoeDsaForCausalLM, step: int) -> dict[str, float]:
@@ -283,9 +287,10 @@ class Pipeline:
         model = load_model(self._final(stage.name))
         tokenizer = load_tokenizer(self.run_dir / "tokenizer")
         batches = held_out_batches(stage.data, stage.length, tokenizer, self.run_dir / "token-cache")
-        prompts = [row[:128].tolist() for batch in batches for row in batch.ids_BT][:32]
+        prompts = _document_starts(batches, tokenizer.pad_id)[:_MTP_PROMPTS]
         if not prompts:
-            raise DataError(f"stage {stage.name}: data.held_out_rows is 0; the acceptance length needs held-out text")
+            raise DataError(f"stage {stage.name}: no document of {_MTP_PROMPT_TOKENS} tokens in the held-out rows; "
+                            "raise data.held_out_rows")
         drafts = self.config.report.drafts
         length = mtp_acceptance(model, prompts, drafts=drafts)
         return [{"name": "mtp.acceptance_length", "value": length, "unit": f"tokens per {drafts} drafts",
@@ -344,6 +349,21 @@ class Pipeline:
                 rows.append({"name": f"tokens_per_s.{stage.name}", "value": round(mean, 1), "unit": "tokens/s",
                              "n": len(speeds)})
         return rows
+
+
+def _document_starts(batches: Sequence[Batch], end_id: int) -> list[list[int]]:
+    """The first ``_MTP_PROMPT_TOKENS`` ids of every document, or part of one, in packed rows that has so many.
+
+    No prompt runs from one document into the next, nor ends where its document does.
+    """
+    prompts = []
+    for batch in batches:
+        for ids_T, documents_T in zip(batch.ids_BT, batch.documents_BT, strict=True):
+            for document in range(int(documents_T.max()) + 1):
+                ids = [index for index in ids_T[documents_T == document].tolist() if index != end_id]
+                if len(ids) >= _MTP_PROMPT_TOKENS:
+                    prompts.append(ids[:_MTP_PROMPT_TOKENS])
+    return prompts
 
 
 def _skill_rows(run_dir: Path) -> list[Row]:

@@ -15,13 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from glm5.errors import ServiceError
-from glm5.runlog import write_atomic
+from glm5.runlog import remove_leftovers, write_atomic
 
 PARENT_VARIABLE = "GLM5_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
@@ -58,9 +58,9 @@ def wait_ready(process: subprocess.Popen[bytes], ready_file: Path, log_path: Pat
             return str(json.loads(ready_file.read_text())["url"])
         if process.poll() is not None:
             raise ServiceError(f"{log_path.stem}: exited with {process.returncode} before it was ready: "
-                               f"{_last_line(log_path)}")
+                               f"{last_line(log_path)}")
         time.sleep(0.05)
-    raise ServiceError(f"{log_path.stem}: not ready after {timeout_s:.0f} s: {_last_line(log_path)}; see {log_path}")
+    raise ServiceError(f"{log_path.stem}: not ready after {timeout_s:.0f} s: {last_line(log_path)}; see {log_path}")
 
 
 def stop(process: subprocess.Popen[bytes], grace_s: float = 5) -> None:
@@ -82,10 +82,16 @@ def stop(process: subprocess.Popen[bytes], grace_s: float = 5) -> None:
 def lock_directory(directory: Path) -> Iterator[None]:
     """Hold ``directory`` for this process: two runs in one directory would train the same episodes twice.
 
-    Raises ServiceError naming the process that holds it. The kernel releases the lock when the holder dies.
+    Removes what killed processes left unfinished there. Raises ServiceError naming the process that holds it, or the
+    directory when it cannot be written. The kernel releases the lock when the holder dies.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / ".lock", "a+") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = open(directory / ".lock", "a+")  # noqa: SIM115  closed by the next statement
+    except OSError as error:
+        raise ServiceError(f"{directory}: cannot be written ({error.strerror}); choose another run "
+                           "directory") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -95,7 +101,17 @@ def lock_directory(directory: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
+        remove_leftovers(directory)
         yield
+
+
+def reserve(host: str) -> socket.socket:
+    """A bound socket that does not listen: as long as it is open, nobody else is given its port, and ``bind`` can take
+    it, again and again."""
+    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((host, 0))
+    return holder
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -112,20 +128,35 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve_app(app: Any, host: str = "127.0.0.1", port: int = 0, ready_file: Path | None = None) -> None:
-    """Serve an ASGI application until SIGTERM or SIGINT; announce its URL in ``ready_file``."""
+def serve_app(app: Any, host: str = "127.0.0.1", port: int = 0, ready_file: Path | None = None,
+              failure: Callable[[], BaseException | None] = lambda: None, grace_s: float = 2,
+              protocol: Any = "auto") -> None:
+    """Serve an ASGI application until SIGTERM or SIGINT; announce its URL in ``ready_file``.
+
+    As soon as ``failure`` gives an exception, the server stops and the exception is raised: a service that cannot do
+    its work must not look well. At the end no connection is accepted any more, and requests may run on for
+    ``grace_s``. ``protocol`` is uvicorn's name or class of the HTTP protocol.
+    """
     import uvicorn
+
+    class Server(uvicorn.Server):
+        async def on_tick(self, counter: int) -> bool:
+            return await super().on_tick(counter) or failure() is not None
 
     listener = bind(host, port)
     url = f"http://{host}:{listener.getsockname()[1]}"
     if ready_file is not None:
         ready_file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(ready_file, json.dumps({"url": url, "pid": os.getpid()}))
-    settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2,
-                              timeout_keep_alive=75)
-    uvicorn.Server(settings).run(sockets=[listener])
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=75,
+                              timeout_graceful_shutdown=max(1, round(grace_s)), http=protocol, server_header=False)
+    Server(settings).run(sockets=[listener])
+    error = failure()
+    if error is not None:
+        raise error
 
 
-def _last_line(path: Path) -> str:
+def last_line(path: Path) -> str:
+    """What a process said last in its log."""
     lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
     return lines[-1] if lines else "(no output)"

@@ -32,6 +32,20 @@ class SamplingParams:
     """Ids that end the answer, kept as its last id; None means the tokenizer's stop ids."""
     seed: int | None = None
     """Seed of this request; None draws from the engine's generator."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the most likely one; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the answer; 1 changes nothing."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time it stands in the answer."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, what is added to its logit)."""
+    grammar: str | None = None
+    """Lark grammar, as ``llguidance`` reads it, that the answer follows."""
+    top_logprobs: int = 0
+    """How many of the most likely tokens are reported for each position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

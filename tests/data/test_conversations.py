@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from glm5.data.conversations import (
     Conversation,
     ConversationDataset,
-    pack_first_fit,
     read_conversations,
     render_conversation,
 )
@@ -63,21 +60,40 @@ def test_a_conversation_that_ends_with_calls_is_closed_by_observation(tokenizer:
     assert sample.trained[-1]
 
 
+def test_an_erroneous_turn_stays_in_the_context_and_is_not_trained(tokenizer: Tokenizer) -> None:
+    ask = {"role": "user", "content": "ask"}
+    wrong = {"role": "assistant", "content": "wrong", "erroneous": True}
+    right = {"role": "assistant", "content": "right"}
+    conversation = Conversation([ask, wrong, ask, right], [], "x")
+    sample = render_conversation(conversation, tokenizer)
+    plain = render_conversation(Conversation([ask, {**wrong, "erroneous": False}, ask, right], [], "x"), tokenizer)
+    assert (sample.ids == plain.ids).all()  # the context is the same
+    assert tokenizer.decode(plain.ids[plain.trained].tolist()) == "wrong<|user|>right<|user|>"
+    assert tokenizer.decode(sample.ids[sample.trained].tolist()) == "right<|user|>"
+
+
+def test_a_wrong_call_hides_its_closing_token_too_and_the_last_turn_may_be_wrong(tokenizer: Tokenizer) -> None:
+    marked = [DEMO[0], {**DEMO[1], "erroneous": True}, *DEMO[2:]]
+    sample = render_conversation(Conversation(marked, TOOLS, "x"), tokenizer)
+    assert tokenizer.decode(sample.ids[sample.trained].tolist()) == "two<|user|>"
+    last = [*DEMO[:-1], {**DEMO[-1], "erroneous": True}]
+    sample = render_conversation(Conversation(last, TOOLS, "x"), tokenizer)
+    assert tokenizer.decode(sample.ids[sample.trained].tolist()) == f"{CALL_TEXT}<|observation|>"
+
+
+def test_a_conversation_of_mistakes_only_and_a_mark_that_is_no_truth_value_are_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match="no assistant message that is trained"):
+        render_conversation(Conversation([DEMO[0], {**DEMO[-1], "erroneous": True}], [], "x"), tokenizer)
+    with pytest.raises(DataError, match=r"messages\[1\].erroneous: got 'yes'; expected true or false"):
+        render_conversation(Conversation([DEMO[0], {**DEMO[-1], "erroneous": "yes"}], [], "x"), tokenizer)
+
+
 def test_reasoning_of_all_turns_is_kept_unless_cleared(tokenizer: Tokenizer) -> None:
     turn = {"role": "assistant", "content": "a", "reasoning_content": "why"}
     conversation = Conversation([DEMO[0], turn, DEMO[0], turn], [], "x")
     kept = tokenizer.decode(render_conversation(conversation, tokenizer).ids.tolist())
     cleared = tokenizer.decode(render_conversation(conversation, tokenizer, clear_thinking=None).ids.tolist())
     assert (kept.count("why"), cleared.count("why")) == (2, 1)
-
-
-@given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 40))
-def test_first_fit_packs_every_sample_once_and_overfills_no_row(sizes: list[int], length: int) -> None:
-    rows = pack_first_fit(sizes, length)
-    assert sorted(index for row in rows for index in row) == list(range(len(sizes)))
-    assert all(0 < sum(sizes[index] for index in row) <= length for row in rows)
-    # At most one row is less than half full, otherwise two of them would have been one.
-    assert sum(2 * sum(sizes[index] for index in row) < length for row in rows) <= 1
 
 
 def test_samples_share_rows_as_separate_documents_and_resume_is_exact(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -112,7 +128,7 @@ def test_a_sample_longer_than_the_row_is_named(tokenizer: Tokenizer, tmp_path: P
         ({"messages": DEMO, "tools": {"a": 1}}, "field 'tools' is dict"),
         ({"messages": [{"role": "robot"}]}, r"demos\.jsonl:1: messages\[0\]\.role: got 'robot'"),
         ({"messages": DEMO[:1]}, r"demos\.jsonl:1: no assistant message"),
-        ({"messages": []}, "nothing to train on"),
+        ({"messages": []}, r"demos\.jsonl:1: no assistant message that is trained"),
     ],
 )
 def test_malformed_conversations_are_named(tokenizer: Tokenizer, tmp_path: Path, record: Any, words: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm5.data.packing import TokenDataset, make_row
+from glm5.data.packing import TokenDataset, make_row, pack_first_fit, row_ranges, tokenise
 from glm5.data.sources import Document
 from glm5.errors import DataError
 from glm5.tokenizer import Tokenizer
@@ -114,49 +112,54 @@ def test_documents_are_tokenised_and_each_ended(tokenizer: Tokenizer) -> None:
         TokenDataset.from_documents([], tokenizer)
 
 
-def folder(path: Path) -> Path:
-    path.mkdir()
-    for number in range(8):
-        (path / f"{number}.txt").write_text(f"file {number} " * 20)
-    return path
+@given(st.lists(st.integers(0, 20), max_size=40), st.integers(20, 40))
+def test_first_fit_packs_as_the_plain_search_does(sizes: list[int], length: int) -> None:
+    rows: list[list[int]] = []
+    for index in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        free = (row for row in rows if sum(sizes[item] for item in row) + sizes[index] <= length)
+        row = next(free, None)
+        if row is None:
+            rows.append([index])
+        else:
+            row.append(index)
+    assert pack_first_fit(sizes, length) == rows
 
 
-def test_parts_share_no_file_and_the_cache_gives_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    specs = [str(folder(tmp_path / "corpus"))]
-
-    def build(part: str, cache: Path | None) -> TokenDataset:
-        return TokenDataset.from_sources(
-            specs, tokenizer, part=part, held_out_fraction=0.3, split_seed=1, cache_dir=cache
-        )
-
-    plain, cold, warm = (build("train", cache) for cache in (None, tmp_path / "cache", tmp_path / "cache"))
-    held_out = build("held_out", tmp_path / "cache")
-    for number in range(5):
-        for other in (cold, warm):
-            assert np.array_equal(plain.row(number, 16, 0).ids, other.row(number, 16, 0).ids)
-    assert plain.num_documents + held_out.num_documents == 8
-    assert (cold.num_bytes, cold.num_documents) == (plain.num_bytes, plain.num_documents)
-    assert not list((tmp_path / "cache").glob("*.tmp"))
-
-
-def test_the_cache_is_used_renewed_after_a_change_and_repaired_after_damage(
-    tokenizer: Tokenizer, tmp_path: Path
+@given(streams, st.integers(2, 10), st.integers(0, 3))
+def test_whole_packing_has_each_token_once_and_cuts_only_long_documents(
+    sizes: list[int], length: int, seed: int
 ) -> None:
-    specs, cache = [str(folder(tmp_path / "corpus"))], tmp_path / "cache"
-    tokens = TokenDataset.from_sources(specs, tokenizer, cache_dir=cache).num_tokens
-    (file,) = cache.glob("*.tokens.npy")
-    written = file.stat().st_mtime_ns
-    time.sleep(0.01)
-    TokenDataset.from_sources(specs, tokenizer, cache_dir=cache)
-    assert file.stat().st_mtime_ns == written
-    file.write_bytes(file.read_bytes()[:-8])
-    assert TokenDataset.from_sources(specs, tokenizer, cache_dir=cache).num_tokens == tokens
-    (tmp_path / "corpus" / "9.txt").write_text("one more")
-    assert TokenDataset.from_sources(specs, tokenizer, cache_dir=cache).num_tokens > tokens
-    assert len(list(cache.glob("*.tokens.npy"))) == 2
+    stream = dataset(sizes)
+    data = TokenDataset(stream._ids, np.stack([np.cumsum(sizes), sizes], axis=1), PAD, "whole")
+    rows = [data.row(n, length, seed) for n in range(data.num_rows(length))]
+    assert sorted(int(token) for row in rows for token in row.ids[row.documents >= 0]) == list(range(1, sum(sizes) + 1))
+    owner = owners(sizes)
+    for row in rows:
+        for document in range(int(row.documents.max()) + 1):
+            ids = row.ids[row.documents == document].tolist()
+            (source,) = {owner[token] for token in ids}
+            size = sizes[source]
+            assert len(ids) == size or (size > length and len(ids) in (length, size % length))
+            assert ids == list(range(ids[0], ids[0] + len(ids)))
 
 
-def test_a_cache_folder_that_cannot_be_written_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file in the way")
-    with pytest.raises(DataError, match="cache: cannot write the token cache"):
-        TokenDataset.from_sources([str(folder(tmp_path / "corpus"))], tokenizer, cache_dir=tmp_path / "cache")
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 5))
+def test_ranks_share_each_batch_and_any_number_of_them_continues_the_same_stream(
+    world: int, share: int, step: int
+) -> None:
+    rows = world * share
+    parts = [next(row_ranges(rows, step, rank, world)) for rank in range(world)]
+    assert [number for part in parts for number in part] == list(range(step * rows, (step + 1) * rows))
+    assert list(islice(row_ranges(rows, step), 2))[1] == range((step + 1) * rows, (step + 2) * rows)
+
+
+def test_rows_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(DataError, match="batch_rows=8 cannot be shared by 3 ranks"):
+        next(row_ranges(8, 0, 0, 3))
+
+
+def test_sections_are_tokenised_after_their_special_tokens(tokenizer: Tokenizer) -> None:
+    ids, table = tokenise([[("<|code_prefix|>", "ab"), ("", "c")], [("", "")]], tokenizer)
+    assert tokenizer.decode(ids.tolist()) == "<|code_prefix|>abc<|endoftext|><|endoftext|>"
+    assert table[:, 1].tolist() == [3, 0]
+    assert table[-1, 0] == len(ids)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm5.data.sources import Document, corpus_fingerprint, read_documents, split_by_file
+from glm5.data.sources import Document, corpus_fingerprint, held_out_paths, read_documents
 from glm5.errors import DataError
 
 
@@ -93,29 +93,39 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     assert "locked.txt: cannot be read" in failing(tmp_path)
 
 
+def test_records_have_the_asked_text_and_metadata_fields(tmp_path: Path) -> None:
+    lines, table = tmp_path / "l.jsonl", tmp_path / "t.parquet"
+    lines.write_text('{"content": "one", "license": "mit", "stars": 3}\n', encoding="utf-8")
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["two"], "license": ["bsd"], "stars": [4], "x": [0]}), table)
+    assert list(read_documents([str(lines), str(table)], "content", ("license", "stars"))) == [
+        Document("one", "l.jsonl:1", {"license": "mit", "stars": 3}),
+        Document("two", "t.parquet:1", {"license": "bsd", "stars": 4}),
+    ]
+    with pytest.raises(DataError, match=r"l\.jsonl:1: no field 'stars2'"):
+        list(read_documents([str(lines)], "content", ("stars2",)))
+    with pytest.raises(DataError, match=r"t\.parquet: no column 'text'"):
+        list(read_documents([str(table)]))
+
+
 @given(st.sets(st.text(min_size=1, max_size=8), min_size=2, max_size=40), st.floats(0.01, 0.9), st.integers(0, 9))
-def test_split_loses_nothing_keeps_files_whole_and_is_stable(paths: set[str], fraction: float, seed: int) -> None:
-    documents = [Document(f"{path}{number}", path) for path in sorted(paths) for number in (1, 2)]
-    train, held_out = split_by_file(documents, fraction, seed)
-    assert sorted(map(repr, train + held_out)) == sorted(map(repr, documents))
-    assert not {item.path for item in train} & {item.path for item in held_out}
-    assert train and held_out
-    assert (train, held_out) == split_by_file(iter(documents), fraction, seed)
+def test_the_split_leaves_no_side_empty_and_is_stable(paths: set[str], fraction: float, seed: int) -> None:
+    held_out = held_out_paths(paths, fraction, seed)
+    assert held_out and held_out < paths
+    assert held_out == held_out_paths(sorted(paths, reverse=True), fraction, seed)
 
 
 def test_a_file_stays_on_its_side_when_others_are_added() -> None:
-    documents = [Document("x", f"file{number}") for number in range(400)]
-    few, many = split_by_file(documents[:200], 0.2, 1), split_by_file(documents, 0.2, 1)
-    assert set(few[1]) == set(many[1]) & set(documents[:200])
-    assert 0.12 < len(many[1]) / 400 < 0.28
-    assert split_by_file(documents, 0.2, 2)[1] != many[1]
+    paths = [f"file{number}" for number in range(400)]
+    few, many = held_out_paths(paths[:200], 0.2, 1), held_out_paths(paths, 0.2, 1)
+    assert few == many & set(paths[:200])
+    assert 0.12 < len(many) / 400 < 0.28
+    assert held_out_paths(paths, 0.2, 2) != many
 
 
 def test_split_without_held_out_files_and_impossible_splits() -> None:
-    documents = [Document("x", "one")]
-    assert split_by_file(documents, 0.0, 0) == (documents, [])
+    assert held_out_paths(["one"], 0.0, 0) == frozenset()
     with pytest.raises(DataError, match="of 1 files leaves one side empty"):
-        split_by_file(documents, 0.1, 0)
+        held_out_paths(["one"], 0.1, 0)
 
 
 def test_fingerprint_changes_with_the_files_only(tmp_path: Path) -> None:

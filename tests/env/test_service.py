@@ -18,15 +18,21 @@ from glm5.env import episodes as episodes_module
 from glm5.env.client import fetch_tasks, run_episode, service_info
 from glm5.env.service import build_app
 from glm5.env.tasks import load_taskset
-from glm5.env.wire import HttpClient, HttpStatusError
 from glm5.errors import ConfigError
 from glm5.records import SamplingParams
+from glm5.wire import HttpClient, HttpStatusError
 
 from .scripted_model import answer, model_app, served, tool_call
 from .test_sandbox import children_of
 
 TASKSETS = {name: load_taskset(name) for name in ("calculator", "shell", "repair")}
 APP_OPTIONS = {"capacity": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier_children():
+    """Processes that tests before these have left running: not ours to judge."""
+    return set(children_of(os.getpid()))
 
 
 def expert(messages):
@@ -53,7 +59,7 @@ def play(policy, body, names=("calculator", "shell", "repair"), **options):
         try:
             return await body(http, service_url, model_url)
         finally:
-            await http.close()
+            http.close()
 
     with served(model_app(policy, options.pop("seen", None))) as model_url:
         with served(build_app(names, **{**APP_OPTIONS, **options})) as service_url:
@@ -316,7 +322,7 @@ async def run_two(service_url, model_url):
             for task_id in ("calculator/train/0", "shell/train/1")
         ]
     finally:
-        await http.close()
+        http.close()
 
 
 def test_a_service_process_runs_episodes_registers_again_and_stops_clean(tmp_path):
@@ -363,7 +369,7 @@ def test_a_service_process_runs_episodes_registers_again_and_stops_clean(tmp_pat
     assert family and not [pid for pid in family if Path(f"/proc/{pid}/exe").exists()]
 
 
-def test_nothing_is_left_running_after_these_tests():
+def test_nothing_is_left_running_after_these_tests(earlier_children):
     time.sleep(0.3)
-    assert children_of(os.getpid()) == []
+    assert set(children_of(os.getpid())) <= earlier_children
     assert episodes_module.first_messages(TASKSETS["shell"].task("train", 0))[0]["role"] == "user"

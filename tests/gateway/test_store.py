@@ -89,7 +89,7 @@ def test_a_full_disk_is_reported_and_survived(tmp_path):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
         try:
-            with pytest.raises(GatewayError, match=r"store\.sqlite: .*check the disk"):
+            with pytest.raises(GatewayError, match=r"store\.sqlite: .*free space on its disk"):
                 await store.add_turn("s", node("s-2", size=100_000))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from glm5.errors import GatewayError
+from glm5.errors import ServiceError
 from glm5.gateway.dialect import RequestError
 from glm5.gateway.router import Router
-from glm5.gateway.transport import ConnectFailure, HttpClient
 from glm5.gateway.upstream import EnginePool, with_limit
 from glm5.process import bind
 from glm5.records import SamplingParams
+from glm5.wire import ConnectFailure, HttpClient
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 
@@ -116,11 +116,11 @@ def test_the_client_keeps_connections_and_closes_them_when_cancelled(engine, scr
     script({"text": "seven<|user|>", "delay_s": 5})
 
     async def use():
-        client = HttpClient((engine.url,))
+        client = HttpClient()
         for _ in range(3):
-            response = await client.request("GET", engine.url, "/get_model_info", None, 5.0)
+            response = await client.request("GET", f"{engine.url}/get_model_info", None, 5.0)
         body = b'{"input_ids": [], "sampling_params": {"max_new_tokens": 3}}'
-        task = asyncio.create_task(client.request("POST", engine.url, "/generate", body, 5.0))
+        task = asyncio.create_task(client.request("POST", f"{engine.url}/generate", body, 5.0))
         await asyncio.sleep(0.3)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -133,12 +133,12 @@ def test_the_client_keeps_connections_and_closes_them_when_cancelled(engine, scr
         time.sleep(0.05)
     assert engine_log()["aborted"] == 1
     with pytest.raises(ConnectFailure):
-        asyncio.run(HttpClient(("http://127.0.0.1:1",)).request("GET", "http://127.0.0.1:1", "/", None, 1.0))
+        asyncio.run(HttpClient().request("GET", "http://127.0.0.1:1/", None, 1.0))
 
 
 def test_urls_that_are_none_are_named():
-    with pytest.raises(GatewayError, match="'localhost:8000': expected http://HOST:PORT"):
-        HttpClient(("localhost:8000",))
+    with pytest.raises(ServiceError, match="'localhost:8000': expected http://HOST:PORT"):
+        EnginePool(Router(["localhost:8000"]))
 
 
 def test_every_call_has_a_limit_stop_ids_and_a_seed_of_its_own():

@@ -1,4 +1,4 @@
-"""Operations over listed keys, SwiGLU and sampling: native forms against the reference, edges, equal bits on any threads."""
+"""Operations over listed keys, SwiGLU and sampling: native forms against the reference, edges, equal bits."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_sparse_targets_equal_the_reference(shape):
 
 def test_a_listed_key_that_does_not_exist_is_refused():
     positions = torch.tensor([[[0, 9]]])
-    with pytest.raises(KernelError, match="reach from 0 to 9; expected -1 .* to 8"):
+    with pytest.raises(KernelError, match=r"reach from 0 to 9; expected -1 .* to 8"):
         dispatch.sparse_attention(torch.randn(1, 1, 2, 8), torch.randn(1, 9, 8), positions, 0.3, 4)
 
 

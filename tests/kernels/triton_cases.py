@@ -1,7 +1,7 @@
 """Cases that every Triton form must pass, on any device; run as a program they use Triton's interpreter on the CPU.
 
-``TRITON_INTERPRET=1 python -m tests.kernels.triton_cases`` prints one line per failing case. Sizes are tiny, because the
-interpreter runs one element of a grid after the other.
+``TRITON_INTERPRET=1 python -m tests.kernels.triton_cases`` prints what fails. Sizes are tiny, because the interpreter
+runs one element of a grid after the other.
 """
 
 from __future__ import annotations

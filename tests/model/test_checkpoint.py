@@ -74,17 +74,6 @@ def test_published_names_and_shapes_are_those_of_the_checkpoint_layout() -> None
     assert shapes == expected
 
 
-@pytest.mark.parametrize(("preset_name", "tensors"), [("glm-5", 59_870), ("glm-5.2", 59_585)])
-def test_published_models_have_the_published_number_of_tensors(preset_name: str, tensors: int) -> None:
-    from glm5.model.config import preset
-
-    config = preset(preset_name)
-    with torch.device("meta"):
-        thin = config.replace(n_routed_experts=8)  # the names of the other 248 experts differ only by number
-        found = len(state_dict_published(GlmMoeDsaForCausalLM(thin)))
-    assert found + 76 * 3 * 248 == tensors
-
-
 def test_dtype_converts_weights_and_leaves_the_router_bias_in_fp32(saved: Path) -> None:
     exact = read_published(saved)
     model = load_model(saved, dtype=torch.bfloat16)
@@ -130,6 +119,27 @@ def test_missing_extra_and_misshapen_tensors_are_named_with_their_file(saved: Pa
     with pytest.raises(CheckpointError, match=message) as caught:
         load_model(saved)
     assert str(saved) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_indexers_of_full_layers_are_required_and_those_of_shared_layers_refused(tmp_path: Path) -> None:
+    """A shared layer with weights of its own would select other keys; a full one without would select at random."""
+    model = tiny_model(num_hidden_layers=4, indexer_types=("full", "shared", "full", "shared"))
+    save_model(model, tmp_path / "model")
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    own = {name: tensor for name, tensor in tensors.items() if ".layers.2.self_attn.indexer." in name}
+    assert len(own) == 5
+    extra = {name.replace("layers.2", "layers.1"): tensor.clone() for name, tensor in own.items()}
+    save_file({**tensors, **extra}, tmp_path / "model/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected tensor model.layers.1.self_attn.indexer.\S+ \(and 4 more\)"):
+        load_model(tmp_path / "model")
+    save_file({name: tensor for name, tensor in tensors.items() if name not in own},
+              tmp_path / "model/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.layers.2.self_attn.indexer.\S+ is missing \(and 4 more\)"):
+        load_model(tmp_path / "model")
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    everywhere = ["full"] * 4
+    with pytest.raises(CheckpointError, match=r"model.layers.1.self_attn.indexer.\S+ is missing \(and 9 more\)"):
+        load_model(tmp_path / "model", config_overrides={"indexer_types": everywhere})
 
 
 def test_a_partly_missing_mtp_layer_is_an_error_and_a_wholly_missing_one_is_reported(
@@ -187,10 +197,12 @@ def test_a_missing_shard_or_directory_is_named(tmp_path: Path) -> None:
         load_model(tmp_path / "model")
 
 
-def test_quantised_checkpoints_are_refused(saved: Path) -> None:
+@pytest.mark.parametrize("quantisation", [{"quant_method": "awq"}, {"quant_method": "fp8"},
+                                          {"quant_method": "fp8", "weight_block_size": [64, 64]}])
+def test_other_kinds_of_quantised_checkpoints_are_refused(saved: Path, quantisation: dict) -> None:
     config = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(CheckpointError, match="quantization_config"):
+    (saved / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
+    with pytest.raises(CheckpointError, match=r"quantization_config: quant_method=.*expected 'fp8' with \[128, 128\]"):
         load_model(saved)
 
 

@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from glm5.errors import ConfigError
-from glm5.model.config import ModelConfig, parameter_counts, preset, presets
-from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.model.config import ModelConfig, preset, presets
 from model.tiny import tiny_config
 
 PUBLISHED = {
@@ -29,27 +27,6 @@ PUBLISHED = {
     "topk_method": "noaux_tc", "transformers_version": "5.4.0", "use_cache": True, "v_head_dim": 256,
     "vocab_size": 154880,
 }
-
-
-@pytest.mark.parametrize(("name", "total", "with_mtp", "active"), [
-    ("glm-5", 743_911_199_232, 753_864_119_552, 41_784_709_632),
-    ("glm-5.2", 743_377_000_704, 753_329_921_024, 41_250_511_104),
-])
-def test_published_presets_have_the_published_counts(name: str, total: int, with_mtp: int, active: int) -> None:
-    assert parameter_counts(preset(name)) == {"total": total, "with_mtp": with_mtp, "active": active}
-
-
-@pytest.mark.parametrize("config", [*presets().values(), tiny_config(num_nextn_predict_layers=0),
-                                    tiny_config(n_shared_experts=2, first_k_dense_replace=0)])
-def test_counts_equal_a_model_on_the_meta_device(config: ModelConfig) -> None:
-    with torch.device("meta"):
-        model = GlmMoeDsaForCausalLM(config)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    counts = parameter_counts(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == counts["with_mtp"]
-    main = model.model.layers[: config.num_hidden_layers]
-    extra = sum(parameter.numel() for layer in model.model.layers[len(main) :] for parameter in layer.parameters())
-    assert counts["with_mtp"] - extra == counts["total"]
 
 
 def test_a_published_file_is_read_and_written_back_with_every_key(tmp_path: Path) -> None:
@@ -77,6 +54,34 @@ def test_explicit_indexer_types_win_over_pattern_and_pattern_over_frequency() ->
     assert explicit.indexer_schedule == ("full", "full", "shared")
 
 
+def test_both_published_rope_bases_are_read_and_never_guessed() -> None:
+    assert [preset(name).rope_theta for name in ("glm-5", "glm-5.2")] == [1e6, 8e6]
+    five = {**PUBLISHED, "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}}
+    assert ModelConfig.from_json(five).rope_theta == 1e6 and ModelConfig.from_json(PUBLISHED).rope_theta == 8e6
+
+
+def test_an_indexer_without_the_interleave_key_is_interleaved() -> None:
+    assert "indexer_rope_interleave" not in PUBLISHED
+    assert ModelConfig.from_json(PUBLISHED).indexer_rope_interleave
+    assert not ModelConfig.from_json({**PUBLISHED, "indexer_rope_interleave": False}).indexer_rope_interleave
+
+
+def test_keys_of_ours_are_written_only_when_they_differ_from_the_default() -> None:
+    written = preset("glm-5").to_json()
+    assert not {"latent_norm_eps", "mtp_zero_first_embedding"} & set(written)
+    changed = preset("glm-5").replace(latent_norm_eps=1e-5, mtp_zero_first_embedding=True)
+    assert ModelConfig.from_json(changed.to_json()) == changed
+
+
+def test_a_schedule_key_that_is_null_is_absent_and_lists_count_decoder_layers_only() -> None:
+    nulls = {"indexer_types": None, "mlp_layer_types": None, "n_group": None, "index_topk_pattern": None}
+    config = ModelConfig.from_json({**PUBLISHED, **nulls})
+    assert len(config.indexer_schedule) == len(config.mlp_schedule) == 78 and config.n_group == 1
+    assert config.indexer_schedule.count("full") == 21 and config.indexer_schedule.count("shared") == 57
+    with pytest.raises(ConfigError, match="indexer_types has 79 entries for num_hidden_layers=78"):
+        ModelConfig.from_json({**PUBLISHED, "indexer_types": [*config.indexer_schedule, "full"]})
+
+
 def test_a_config_without_stop_ids_or_optional_keys_survives_the_round_trip() -> None:
     for config in (*presets().values(), tiny_config(mlp_layer_types=("sparse", "dense", "sparse"))):
         assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
@@ -85,19 +90,30 @@ def test_a_config_without_stop_ids_or_optional_keys_survives_the_round_trip() ->
 def test_rope_theta_at_top_level_is_understood_and_its_absence_is_an_error() -> None:
     legacy = {key: value for key, value in PUBLISHED.items() if key != "rope_parameters"}
     assert ModelConfig.from_json({**legacy, "rope_theta": 5000}).rope_theta == 5000
-    with pytest.raises(ConfigError, match=r"config\.json: rope_parameters is missing"):
-        ModelConfig.from_json(legacy)
+    for absent in (legacy, {**legacy, "rope_parameters": None}, {**legacy, "rope_theta": None}):
+        with pytest.raises(ConfigError, match=r"config\.json: rope_parameters is missing"):
+            ModelConfig.from_json(absent)
 
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "deepseek_v32"}, "model_type='deepseek_v32'"),
-    ({"n_group": 8}, "n_group=8"),
-    ({"indexer_rope_interleave": False}, "indexer_rope_interleave=False"),
+    ({"n_group": 6}, "n_group=6: must divide n_routed_experts=256"),
+    ({"n_group": 256}, "n_group=256: must divide"),
+    ({"n_group": 8, "topk_group": 9}, "topk_group=9 exceeds n_group=8"),
+    ({"n_group": 64, "topk_group": 1}, "num_experts_per_tok=8 exceeds the 4 experts of topk_group=1"),
+    ({"rope_interleave": False}, "rope_interleave=False"),
+    ({"indexer_rope_interleave": "yes"}, "indexer_rope_interleave='yes': expected true or false"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps=0: expected a positive number"),
+    ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"),
+    ({"latent_norm_eps": float("inf")}, "latent_norm_eps=inf"),
     ({"hidden_size": 0}, "hidden_size=0"),
     ({"hidden_size": "big"}, "hidden_size='big'"),
     ({"num_experts_per_tok": 300}, "num_experts_per_tok=300 exceeds"),
     ({"num_key_value_heads": 8}, "num_key_value_heads=8"),
-    ({"rope_parameters": {"rope_theta": 1, "rope_type": "yarn"}}, "rope_type"),
+    ({"rope_parameters": {"rope_theta": 1, "rope_type": "yarn"}}, "rope_type='yarn'"),
+    ({"rope_parameters": {"rope_type": "default"}}, "expected rope_theta"),
+    ({"rope_parameters": {"rope_theta": "1e6"}}, "expected rope_theta"),
+    ({"rope_parameters": 1000000}, "rope_parameters=1000000: expected rope_theta"),
     ({"indexer_types": ["full"] * 77}, "indexer_types has 77 entries"),
     ({"indexer_types": ["shared"] * 78}, "first layer"),
     ({"mlp_layer_types": ["moe"] * 78}, r"mlp_layer_types\[0\]='moe'"),

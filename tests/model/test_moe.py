@@ -18,10 +18,10 @@ def test_bias_decides_the_choice_but_not_the_weights() -> None:
     router = random_router()
     x_MD = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
     router.e_score_correction_bias.copy_(6.9 + 0.25 * torch.rand(16, generator=torch.Generator().manual_seed(2)))
-    ids_MA, weights_MA, scores_ME = router(x_MD)
+    ids_MA, weights_MA, logits_ME = router(x_MD)
     expected = (torch.sigmoid(x_MD @ router.weight.T) + router.e_score_correction_bias).topk(4).indices
     assert torch.equal(ids_MA.sort().values, expected.sort().values)
-    chosen_MA = scores_ME.gather(1, ids_MA)
+    chosen_MA = logits_ME.sigmoid().gather(1, ids_MA)
     torch.testing.assert_close(weights_MA, 2.5 * chosen_MA / chosen_MA.sum(-1, keepdim=True))
     torch.testing.assert_close(weights_MA.sum(-1), torch.full((50,), 2.5))
 
@@ -29,17 +29,82 @@ def test_bias_decides_the_choice_but_not_the_weights() -> None:
 @torch.no_grad()
 def test_norm_topk_prob_false_keeps_the_raw_scores() -> None:
     router = random_router(norm_topk_prob=False)
-    ids_MA, weights_MA, scores_ME = router(torch.randn(9, 32))
-    torch.testing.assert_close(weights_MA, 2.5 * scores_ME.gather(1, ids_MA))
+    ids_MA, weights_MA, logits_ME = router(torch.randn(9, 32))
+    torch.testing.assert_close(weights_MA, 2.5 * logits_ME.sigmoid().gather(1, ids_MA))
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_inputs_of_every_type_are_routed_in_fp32(dtype: torch.dtype, normalise: bool) -> None:
+    router = random_router(norm_topk_prob=normalise)
+    router.e_score_correction_bias.copy_(6.9 + 0.25 * torch.rand(16, generator=torch.Generator().manual_seed(2)))
+    router.to(dtype)
+    x_MD = torch.randn(50, 32, generator=torch.Generator().manual_seed(3)).to(dtype)
+    ids_MA, weights_MA, logits_ME = router(x_MD)
+    assert weights_MA.dtype == logits_ME.dtype == torch.float32
+    torch.testing.assert_close(logits_ME, x_MD.float() @ router.weight.float().T)
+    scores_ME = logits_ME.sigmoid()
+    expected_MA = (scores_ME + router.e_score_correction_bias).topk(4).indices
+    assert torch.equal(ids_MA.sort().values, expected_MA.sort().values)
+    chosen_MA = scores_ME.gather(1, ids_MA)
+    torch.testing.assert_close(weights_MA, 2.5 * chosen_MA / (chosen_MA.sum(-1, keepdim=True) if normalise else 1))
 
 
 @torch.no_grad()
-def test_bf16_inputs_are_routed_in_fp32() -> None:
-    router = random_router().to(torch.bfloat16)
-    x_MD = torch.randn(50, 32).bfloat16()
-    _, weights_MA, scores_ME = router(x_MD)
-    assert weights_MA.dtype == torch.float32
-    torch.testing.assert_close(scores_ME, torch.sigmoid(x_MD.float() @ router.weight.float().T))
+def test_a_bias_rounded_to_bf16_would_route_otherwise_and_a_cast_model_routes_alike() -> None:
+    """Published biases lie in [6.8, 7.1], where bf16 has steps of 1/32."""
+    router = random_router()
+    router.e_score_correction_bias.copy_(6.9 + 0.25 * torch.rand(16, generator=torch.Generator().manual_seed(2)))
+    router.weight.copy_(router.weight.bfloat16())
+    x_MD = torch.randn(200, 32, generator=torch.Generator().manual_seed(3))
+    exact_MA = router(x_MD)[0].sort().values
+    router.to(torch.bfloat16)
+    assert torch.equal(router(x_MD)[0].sort().values, exact_MA)
+    router.e_score_correction_bias.copy_(router.e_score_correction_bias.bfloat16().float())
+    assert (router(x_MD)[0].sort().values != exact_MA).any(-1).sum() > 20
+
+
+@pytest.mark.parametrize(("groups", "open_groups"), [(4, 2), (8, 3), (2, 1), (4, 4)])
+@torch.no_grad()
+def test_experts_come_from_the_groups_whose_two_best_sum_highest(groups: int, open_groups: int) -> None:
+    router = random_router(n_group=groups, topk_group=open_groups)
+    router.e_score_correction_bias.copy_(0.5 * torch.randn(16, generator=torch.Generator().manual_seed(2)))
+    x_MD = torch.randn(40, 32, generator=torch.Generator().manual_seed(1))
+    ids_MA, weights_MA, logits_ME = router(x_MD)
+    size = 16 // groups
+    for token, scores in enumerate(logits_ME.sigmoid().tolist()):
+        choice = [score + bias for score, bias in zip(scores, router.e_score_correction_bias.tolist(), strict=True)]
+        ranks = [sum(sorted(choice[group * size : (group + 1) * size])[-2:]) for group in range(groups)]
+        best = sorted(range(groups), key=lambda group: ranks[group])[-open_groups:]
+        allowed = [expert for expert in range(16) if expert // size in best]
+        expected = sorted(sorted(allowed, key=lambda expert: choice[expert])[-4:])
+        assert sorted(ids_MA[token].tolist()) == expected
+        total = sum(scores[expert] for expert in expected)
+        for expert, weight in zip(ids_MA[token].tolist(), weights_MA[token].tolist(), strict=True):
+            assert weight == pytest.approx(2.5 * scores[expert] / total, rel=1e-5)
+
+
+@pytest.mark.parametrize("shift", [0.0, -60.0, -200.0])
+def test_scores_that_vanish_do_not_lower_the_balance_loss(shift: float) -> None:
+    """Below 1e-20 an epsilon in the normaliser would let the router shrink the loss by making every score tiny."""
+    mlp = SparseMlp(tiny_config())
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        mlp.gate.weight[:, 0] = shift
+    x_BTD = torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(1))
+    x_BTD[..., 0] = 1.0
+    _, statistics = mlp(x_BTD, None)
+    exact_BTE = (x_BTD.double() @ mlp.gate.weight.double().T)
+    share_BTE = torch.nn.functional.logsigmoid(exact_BTE).softmax(-1)
+    ids_BTA = mlp.gate(x_BTD.flatten(0, 1))[0].view(2, 10, 2)
+    chosen_BTE = torch.zeros_like(share_BTE).scatter(-1, ids_BTA, 1.0)
+    expected = (chosen_BTE.mean(1) * share_BTE.mean(1)).sum() * 4 / (2 * 2)
+    torch.testing.assert_close(statistics.balance_loss.double(), expected, rtol=1e-4, atol=0)
+    assert statistics.balance_loss > 0.7
+    statistics.balance_loss.backward()
+    assert torch.isfinite(mlp.gate.weight.grad).all() and mlp.gate.weight.grad.abs().sum() > 1e-3
 
 
 @pytest.mark.parametrize("cast", [lambda module: module.to(torch.bfloat16), lambda module: module.half(),
@@ -90,7 +155,8 @@ def test_balance_loss_equals_the_formula_and_ignores_padding() -> None:
     _, statistics = mlp(x_BTD, counted_BT)
     expected = 0.0
     for row, length in ((0, 10), (1, 6)):
-        ids_MA, _, scores_ME = mlp.gate(x_BTD[row, :length])
+        ids_MA, _, logits_ME = mlp.gate(x_BTD[row, :length])
+        scores_ME = logits_ME.sigmoid()
         share_E = (scores_ME / scores_ME.sum(-1, keepdim=True)).mean(0)
         chosen_E = torch.stack([(ids_MA == expert).sum() for expert in range(4)]) * 4 / (2 * length)
         expected = expected + (chosen_E * share_E).sum() / 2

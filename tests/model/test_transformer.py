@@ -3,8 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from glm5.model import layers
+from glm5.model.cache import SlotCache
+from glm5.model.mla import AttentionMode, RaggedStep
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from model.tiny import random_ids, tiny_model
 
@@ -204,3 +207,56 @@ def test_equal_seeds_give_equal_models_and_norms_start_at_one() -> None:
         assert torch.equal(left, right)
         if left.dim() == 1:
             assert torch.equal(left, torch.full_like(left, 0.0 if name.endswith("bias") else 1.0))
+
+
+def test_recomputed_layers_get_the_selection_of_the_last_full_layer() -> None:
+    """Activation checkpointing runs a layer again alone, so a selection kept as state would be gone or another's."""
+    model = tiny_model(num_hidden_layers=4, indexer_types=("full", "shared", "shared", "full"))
+    ids = random_ids(2, 40)
+    expected = gradients(model, lm_loss(model, ids))
+    for layer in model.model.layers:
+        plain = layer.forward
+        layer.forward = lambda *arguments, plain=plain: checkpoint(plain, *arguments, use_reentrant=False)
+    found = gradients(model, lm_loss(model, ids))
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-7)
+
+
+@torch.no_grad()
+def test_layers_run_one_by_one_and_a_shared_layer_without_a_selection_is_refused() -> None:
+    model = tiny_model(num_hidden_layers=3, indexer_types=("full", "shared", "full"))
+    ids = random_ids(1, 40)
+    packed, mode = model._packed(ids, None, None), AttentionMode(sparse=True, indexer_loss=False)
+    first = model.model.layers[0](model.model.embed_tokens(ids), packed, mode)
+    with pytest.raises(ValueError, match="no indexer and got no selection"):
+        model.model.layers[1](first.hidden_BTD, packed, mode)
+    second = model.model.layers[1](first.hidden_BTD, packed, mode, first.selection)
+    third = model.model.layers[2](second.hidden_BTD, packed, mode)
+    logits = model.lm_head(model.model.norm(third.hidden_BTD))
+    assert torch.equal(logits, model(ids).logits)
+    cache = SlotCache(model.config, 1, 40)
+    places = torch.arange(40), torch.zeros(40, dtype=torch.long)
+    step = RaggedStep(*model._rotary(places[0], torch.float32), places[1], places[0], places[0] + 1, True)
+    with pytest.raises(ValueError, match="no indexer and got no selection"):
+        model.model.layers[1].ragged(first.hidden_BTD[0], step, cache.latent_LPSK[1], cache.index_keys_LPSX[1], ())
+
+
+def test_backward_beyond_index_topk_gives_the_indexer_no_gradient_from_the_language_loss() -> None:
+    model = tiny_model()
+    grads = gradients(model, lm_loss(model, random_ids(1, 48)))
+    assert not any(".indexer." in name for name in grads)
+    assert all(torch.isfinite(grad).all() for grad in grads.values())
+    assert set(grads) == {name for name, _ in model.named_parameters()
+                          if ".indexer." not in name and "layers.3" not in name}
+
+
+def test_an_indexer_loss_of_weight_zero_leaves_zero_gradients_not_missing_ones() -> None:
+    """Where gradients are exchanged between processes, a missing one would be waited for."""
+    model = tiny_model()
+    ids = random_ids(2, 40)
+    output = model(ids, indexer_loss=True)
+    loss = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) + 0.0 * output.indexer_kl
+    grads = gradients(model, loss)
+    indexers = [name for name, _ in model.named_parameters() if ".indexer." in name and "layers.3" not in name]
+    assert indexers and all(not grads[name].any() for name in indexers)

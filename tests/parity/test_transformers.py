@@ -9,31 +9,9 @@ import pytest
 import torch
 from model.tiny import random_ids, tiny_model
 
-from glm5.model.checkpoint import load_model, read_published, save_model, state_dict_published
+from glm5.model.checkpoint import load_model, read_published, state_dict_published
 from glm5.model.config import ModelConfig
-from glm5.model.transformer import GlmMoeDsaForCausalLM
-
-transformers = pytest.importorskip("transformers")
-modeling = pytest.importorskip("transformers.models.glm_moe_dsa.modeling_glm_moe_dsa")
-
-TOLERANCE = 1e-4
-SHARED = ("full", "shared", "full", "shared")
-
-
-@pytest.fixture(autouse=True)
-def quiet_transformers() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
-def in_transformers(model: GlmMoeDsaForCausalLM, directory: Path) -> torch.nn.Module:
-    save_model(model, directory)
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
-
-
-def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    assert theirs.std() > 0.3, "logits too flat to compare"
-    return (ours - theirs).abs().max().item()
+from parity.compare import SHARED, TOLERANCE, distance, in_transformers
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 4, "indexer_types": SHARED}])
@@ -130,5 +108,7 @@ def test_chained_mtp_steps_equal_the_transformers_decoder_layer(tmp_path: Path) 
 @pytest.mark.parametrize("keys", [{}, {"index_topk_freq": 4, "index_skip_topk_offset": 3}, {"index_topk_freq": 3},
                                   {"index_topk_pattern": "FSSFSSSFSS"}])
 def test_indexer_schedules_equal_transformers(keys: dict) -> None:
-    theirs = transformers.GlmMoeDsaConfig(num_hidden_layers=10, **keys).indexer_types
+    from transformers import GlmMoeDsaConfig
+
+    theirs = GlmMoeDsaConfig(num_hidden_layers=10, **keys).indexer_types
     assert list(ModelConfig(num_hidden_layers=10, **keys).indexer_schedule) == theirs

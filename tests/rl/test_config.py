@@ -20,7 +20,7 @@ def test_a_staleness_bound_that_would_drop_everything_is_refused():
         RLConfig(name="r", tasksets={"calculator": 1.0}, publish_every=3, max_staleness=1)
 
 
-@pytest.mark.parametrize("wrong", [{"group_size": 1}, {"temperature": 0.0}, {"eps_low": 0.0}, {"tasksets": {}},
+@pytest.mark.parametrize("wrong", [{"group_size": 1}, {"temperature": 0.0}, {"tasksets": {}},
                                    {"tasksets": {"shell": 0.0}}, {"steps": 0}, {"max_attempts": 0}])
 def test_values_out_of_range_are_named(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):

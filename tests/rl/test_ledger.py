@@ -176,5 +176,5 @@ def test_a_ledger_of_another_format_is_refused(tmp_path):
     database = sqlite3.connect(tmp_path / "ledger.sqlite")
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(ServiceError, match="format 99, expected 1"):
+    with pytest.raises(ServiceError, match="format 99, expected 2"):
         Ledger(tmp_path / "ledger.sqlite", max_staleness=1, pad_groups=True)

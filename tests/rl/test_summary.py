@@ -18,9 +18,16 @@ def test_rows_come_from_the_ledger_and_the_metrics(tmp_path):
     log.metrics(step=1, train_s=1.0, step_s=4.0, engine_busy_s=3.0, tokens=800, reward=0.25)
     log.metrics(step=1, train_s=1.0, step_s=4.0, engine_busy_s=4.0, tokens=800, reward=0.5)
     rows = {row["name"]: row["value"] for row in summary_rows(tmp_path)}
-    assert rows == {"busy.trainer": 0.25, "busy.engine": 0.875, "tokens_per_s.rl": 200.0, "episodes.trained": 4,
-                    "episodes.zero_variance": 2, "episodes.retried": 0, "groups.acked": 1, "groups.dropped": 1,
-                    "groups.dropped.zero_variance": 1, "staleness.1": 4, "ledger.violations": 0}
+    zero = {name for name, value in rows.items() if value == 0}
+    assert zero == {"episodes.agent_error", "episodes.cancelled", "episodes.infra_error", "episodes.retried",
+                    "episodes.rollback", "episodes.stale", "episodes.too_few_valid", "episodes.truncated",
+                    "episodes.unknown_version", "episodes.unmeasured", "episodes.waiting", "groups.dropped.interrupted",
+                    "groups.dropped.rollback", "groups.dropped.run_ended", "groups.dropped.stale",
+                    "groups.dropped.too_few_valid", "groups.dropped.unknown_version", "ledger.violations"}
+    assert {name: value for name, value in rows.items() if value} == {
+        "busy.trainer": 0.25, "busy.engine": 0.875, "tokens_per_s.rl": 200.0, "episodes.trained": 4,
+        "episodes.zero_variance": 2, "groups.acked": 1, "groups.dropped": 1, "groups.dropped.zero_variance": 1,
+        "staleness.1": 4}
     assert reward_curve(tmp_path) == [(1, 0.5)]
 
 

@@ -55,11 +55,20 @@ def test_a_hanging_service_is_found_by_its_probes(gateway, events, monkeypatch):
 
 def test_a_service_that_dies_again_and_again_ends_the_run_with_one_line(tmp_path, events, monkeypatch):
     monkeypatch.setattr(supervision, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(supervision, "USER_ERROR", 99)
     with Supervisor(tmp_path, lambda kind, **values: events.append((kind, values))) as supervisor:
         supervisor.add(ServiceSpec("broken", "/health", lambda: ["no-such-command"]))
         with pytest.raises(ServiceError, match=r"broken: exited with 2, the 2th time within 300 s; read .*broken\.log"):
             poll_until(lambda: False, supervisor.tend, 60, "never")
     assert kinds(events) == ["service_died", "service_died"]
+
+
+def test_a_service_that_the_user_must_help_ends_the_run_at_once_with_its_line(tmp_path, events):
+    with Supervisor(tmp_path, lambda kind, **values: events.append((kind, values))) as supervisor:
+        supervisor.add(ServiceSpec("tasks", "/info", lambda: ["env", "serve", "no-such-taskset", "--sandbox", "none"]))
+        with pytest.raises(ServiceError, match=r"tasks: .*no-such-taskset.*installed"):
+            poll_until(lambda: False, supervisor.tend, 60, "never")
+    assert kinds(events) == ["service_failed"]
 
 
 def test_a_service_that_cannot_start_is_reported_with_its_last_words(tmp_path):

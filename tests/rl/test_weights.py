@@ -74,10 +74,23 @@ def test_a_version_without_manifest_is_one_line(tmp_path):
         read_version(version_directory(tmp_path, 3))
 
 
-def test_retention_keeps_the_newest_and_what_dead_writers_left_goes(model, checkpoint, tmp_path):
+def test_retention_keeps_the_newest(model, checkpoint, tmp_path):
     publish_some(model, checkpoint, tmp_path, [1, 2, 3, 4])
-    (tmp_path / "weights" / ".writing-1-v00000009").mkdir()
     retain(tmp_path, 2)
     assert newest_version(tmp_path) == 4
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["LATEST", "v00000003", "v00000004"]
     assert latest(tmp_path).version == 4
+
+
+def test_the_router_bias_is_published_in_fp32_by_a_bf16_policy(model, checkpoint, tmp_path):
+    routers = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    with torch.no_grad():
+        for bias in routers.values():
+            bias.copy_(6.9 + 0.25 * torch.rand(bias.shape, generator=torch.Generator().manual_seed(1)))
+    expected = {name: bias.clone() for name, bias in routers.items()}
+    model.to(torch.bfloat16)
+    (published,) = publish_some(model, checkpoint, tmp_path, [1])
+    received = dict(load_model(published.directory, dtype=torch.bfloat16).named_buffers())
+    for name, bias in expected.items():
+        assert received[name].dtype == torch.float32 and torch.equal(received[name], bias)
+        assert not torch.equal(bias, bias.bfloat16().float())

@@ -105,8 +105,10 @@ def test_errors_have_the_shape_that_the_client_knows(server: Server) -> None:
         assert long.value.code == "context_length_exceeded"
         with pytest.raises(openai.BadRequestError, match="temperature"):
             client.chat.completions.create(model=MODEL, messages=USER, temperature=-1)
-        with pytest.raises(openai.NotFoundError, match="/v1/responses"):
-            client.responses.create(model=MODEL, input="hi")
+        with pytest.raises(openai.BadRequestError, match="embeddings"):
+            client.embeddings.create(model=MODEL, input="hi")
+        with pytest.raises(openai.NotFoundError, match="/v1/files"):
+            client.files.list()
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,9 @@ def test_errors_have_the_shape_that_the_client_knows(server: Server) -> None:
         ("/generate", b'{"input_ids": [1, true]}', 400),
         ("/generate", b'{"input_ids": [999999]}', 400),
         ("/generate", b'{"input_ids": []}', 400),
-        ("/generate", b'{"input_ids": [1], "sampling_params": {"min_p": 1}}', 400),
+        ("/generate", b'{"input_ids": [1], "sampling_params": {"min_p": 1.5}}', 400),
+        ("/generate", b'{"input_ids": [1], "sampling_params": {"typical_p": 1}}', 400),
+        ("/generate", b'{"input_ids": [1], "sampling_params": {"temperature": 1e999}}', 400),
         ("/generate", b'{"input_ids": [1], "stream": 1}', 400),
         ("/generate", b'{"input_ids": [1], "sampling_params": {"seed": 1e5}}', 400),
         ("/generate", b" " * (17 << 20), 413),

@@ -27,6 +27,11 @@ def test_an_unknown_key_is_named_with_a_near_one():
     ({"schedule": {"warmup_steps": 4}}, "warmup_steps=4 exceeds steps=3"),
     ({"evaluation": {"patience": 2}}, "patience=2"),
     ({"optimizer": {"lr": -1.0}}, "lr=-1.0"),
+    ({"batch_ramp": {"first_rows": 4}}, "give both or neither"),
+    ({"batch_ramp": {"first_rows": 32, "steps": 9}}, "first_rows=32 exceeds batch_rows=16"),
+    ({"micro_rows": 4, "batch_ramp": {"first_rows": 6, "steps": 9}}, "whole micro-batches of micro_rows=4"),
+    ({"guard": {"loss_rise": -1.0}}, "loss_rise=-1.0"),
+    ({"guard": {"max_skipped": 0}}, "max_skipped=0"),
     ({"data": {"held_out_fraction": 0.0}}, "held_out_rows"),
     ({"stage": "pre-train"}, "stage"),
 ])

@@ -16,7 +16,7 @@ from glm5.model.checkpoint import load_model
 from glm5.runlog import read_jsonl
 from glm5.tokenizer.bpe import train_tokenizer
 from glm5.train.checkpoint import TrainerState, latest_checkpoint, load_trainer_state
-from glm5.train.config import EvaluationConfig, OptimizerConfig, ScheduleConfig, StageConfig
+from glm5.train.config import EvaluationConfig, GuardConfig, OptimizerConfig, ScheduleConfig, StageConfig
 from glm5.train.loop import Training
 from glm5.train.optimizers import build_optimizer
 
@@ -97,12 +97,12 @@ def test_training_lowers_the_loss_and_moves_the_router_bias(tmp_path, tokenizer_
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_kept_and_counted(tmp_path, tokenizer_dir):
-    config = dataclasses.replace(CONFIG, max_skipped=2, steps=4)
+    config = dataclasses.replace(CONFIG, guard=GuardConfig(max_skipped=2), steps=4)
     run = training(tmp_path, tokenizer_dir, config)
     with torch.no_grad():
         run.model.lm_head.weight[0, 0] = float("inf")
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    with pytest.raises(ConfigError, match=r"2 steps .* not finite .* lower optimizer.lr"):
+    with pytest.raises(ConfigError, match=r"2 steps were skipped .* not finite; lower optimizer.lr"):
         run.run(batches(0))
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
     kept = sorted(path.name for path in (tmp_path / "skipped").iterdir())

@@ -146,6 +146,13 @@ def test_each_gradient_is_the_same_with_and_without_the_other_loss():
         torch.testing.assert_close(both[name], gradient, msg=name)
 
 
+def test_a_weight_of_zero_leaves_zero_gradients_not_missing_ones():
+    model, batch = tiny_model(), packed_batch()
+    dataclasses.replace(FULL, indexer_weight=0.0)(model, batch, count_step(batch, 3)).total.backward()
+    indexers = [parameter.grad for name, parameter in model.named_parameters() if ".indexer." in name]
+    assert indexers and all(gradient is not None and not gradient.any() for gradient in indexers)
+
+
 @pytest.mark.parametrize("micro_rows", [1, 3])
 def test_gradients_do_not_depend_on_the_split_into_micro_batches(micro_rows):
     batch = packed_batch()

@@ -1,20 +1,31 @@
 """Every stage for three steps on a tiny model and real files, in the order of the recipe."""
 
 import dataclasses
+import io
 import json
 
 import pytest
 import torch
 
+from glm5.data.config import CorpusConfig, FilterConfig, InfillingConfig
 from glm5.data.conversations import read_conversations, render_conversation
-from glm5.errors import CheckpointError, ConfigError
+from glm5.errors import CheckpointError, ConfigError, ServiceError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import ModelConfig
+from glm5.process import lock_directory
 from glm5.runlog import read_jsonl
 from glm5.tokenizer.bpe import load_tokenizer, train_tokenizer
 from glm5.train.checkpoint import read_meta
 from glm5.train.config import DataConfig, OptimizerConfig, ScheduleConfig, StageConfig
-from glm5.train.stages import resolve_init, run_stage, training_rows
+from glm5.train.scoring import load_scorer
+from glm5.train.stages import (
+    inspect_stage,
+    prepare_documents,
+    prepare_stage,
+    resolve_init,
+    run_stage,
+    training_rows,
+)
 
 from .conftest import tiny_config
 
@@ -70,6 +81,14 @@ def weights(path):
     return load_model(path).state_dict()
 
 
+def stop_after(step, config, run_dir):
+    def stop(model, step):
+        raise KeyboardInterrupt
+
+    evaluation = dataclasses.replace(config.evaluation, every=step)
+    run_stage(dataclasses.replace(config, evaluation=evaluation), run_dir, stop)
+
+
 def test_the_recipe_runs_from_random_weights_to_fine_tuning(world):
     pretrain = world.run("pretrain")
     raised = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
@@ -104,12 +123,8 @@ def test_a_stage_stopped_half_way_ends_with_the_weights_of_an_uninterrupted_one(
     config = world.config("pretrain", steps=5)
     straight = run_stage(config, tmp_path / "straight")
 
-    def stop(model, step):
-        raise KeyboardInterrupt
-
-    evaluation = dataclasses.replace(config.evaluation, every=3)
     with pytest.raises(KeyboardInterrupt):
-        run_stage(dataclasses.replace(config, evaluation=evaluation), tmp_path / "stopped", stop)
+        stop_after(3, config, tmp_path / "stopped")
     resumed = run_stage(config, tmp_path / "stopped")
     events = read_jsonl(tmp_path / "stopped" / "events.jsonl")
     assert [event["step"] for event in events if event["kind"] == "stage_started"] == [0, 2]
@@ -147,6 +162,32 @@ def test_frozen_indexers_stay_as_they_are_in_fine_tuning(world, tmp_path):
     assert unchanged == {name for name in one if ".indexer." in name}
 
 
+def test_a_second_process_in_the_directory_of_a_stage_is_refused(world, tmp_path):
+    with lock_directory(tmp_path / "p"), pytest.raises(ServiceError, match="is running here; wait for it"):
+        run_stage(world.config("pretrain"), tmp_path / "p")
+    assert [path.name for path in (tmp_path / "p").iterdir()] == [".lock"]
+
+
+def test_a_continued_stage_outlives_the_checkpoint_that_it_started_from(world, tmp_path):
+    config = world.config("pretrain", steps=5, checkpoint_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        stop_after(2, config, tmp_path / "p")
+    assert run_stage(config, tmp_path / "p").name == "000005"
+    assert sorted(path.name for path in (tmp_path / "p" / "checkpoints").iterdir()) == ["000004", "000005"]
+
+
+def test_a_checkpoint_with_another_tokenizer_is_refused(world, tmp_path):
+    first = run_stage(world.config("pretrain", steps=1), tmp_path / "p")
+    other = tmp_path / "other"
+    train_tokenizer(["entirely different words, entirely different merges " * 20], 310).save(other)
+    with pytest.raises(CheckpointError, match=r"other/tokenizer\.json: differs from .*000001/tokenizer\.json"):
+        run_stage(world.config("midtrain", init=str(first), model={}, tokenizer=str(other)), tmp_path / "m")
+    (first / "tokenizer.json").write_text((first / "tokenizer.json").read_text() + " ")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: SHA-256 .*meta\.json says"):
+        run_stage(world.config("midtrain", init=str(first), model={}, tokenizer=""), tmp_path / "m")
+    assert [path.name for path in (tmp_path / "m").iterdir()] == [".lock"]
+
+
 def test_a_missing_predecessor_and_a_tokenizer_that_does_not_fit_are_named(world, tmp_path):
     with pytest.raises(ConfigError, match="holds no finished run; run stage 'midtrain' first"):
         resolve_init("stage:midtrain", tmp_path / "dsa-warmup")
@@ -155,3 +196,51 @@ def test_a_missing_predecessor_and_a_tokenizer_that_does_not_fit_are_named(world
     small = {**world.config("pretrain").model, "vocab_size": 200}
     with pytest.raises(CheckpointError, match=r"the tokenizer has \d+ ids, the model vocab_size=200"):
         run_stage(world.config("pretrain", model=small), tmp_path / "p")
+
+
+def test_corpora_with_workers_train_as_without_and_the_wait_is_recorded(world, tmp_path):
+    corpora = (CorpusConfig(name="a", sources=(str(world.corpus),), weight=2.0, infilling=InfillingConfig(rate=0.5)),
+               CorpusConfig(name="b", sources=(str(world.corpus),), packing="whole", filters=FilterConfig(min_chars=9)))
+    data = DataConfig(corpora=corpora, held_out_fraction=0.3, held_out_rows=4, recall_fraction=0.3, shard_chars=2000,
+                      recall_kinds=("needles", "turns"))
+    plain = run_stage(world.config("pretrain", data=data), tmp_path / "plain" / "p")
+    ahead = run_stage(world.config("pretrain", data=dataclasses.replace(data, workers=2)), tmp_path / "ahead" / "p")
+    assert all(torch.equal(value, weights(ahead)[name]) for name, value in weights(plain).items())
+    for name in ("plain", "ahead"):
+        records = read_jsonl(tmp_path / name / "p" / "metrics.jsonl")
+        assert len(records) == 3 and all(0 <= record["data_wait"] < 1 for record in records)
+        finished = read_jsonl(tmp_path / name / "p" / "events.jsonl")[-1]
+        assert finished["kind"] == "stage_finished" and finished["data_wait_s"] > 0
+
+
+def test_documents_are_kept_by_their_perplexity_under_a_checkpoint(world, tmp_path):
+    checkpoint = run_stage(world.config("pretrain"), tmp_path / "p")
+    filters = FilterConfig(perplexity_model=str(checkpoint), perplexity_quantiles=(0.0, 0.5))
+    data = DataConfig(corpora=(CorpusConfig(sources=(str(world.corpus),), filters=filters),))
+    tokenizer = load_tokenizer(checkpoint)
+    facts = prepare_documents(data, 48, tokenizer, tmp_path / "cache").facts["text"]
+    assert (facts["kept"], facts["dropped"]) == (4, {"perplexity": 4})
+
+    texts = ["word1 = value(1);", "", "word2 = value(2); word3"]
+    model = load_model(checkpoint)
+    for text, score in zip(texts, load_scorer(str(checkpoint))(texts), strict=True):
+        ids = torch.tensor([[tokenizer.pad_id, *tokenizer.encode(text)]])
+        places, documents = torch.arange(ids.shape[1])[None], torch.zeros_like(ids)
+        hidden = model.hidden(ids, places, documents, attention="dense").hidden_BTD
+        logits = model.lm_head(hidden)[0, :-1].float()
+        nats = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item() if text else 0.0
+        assert score == pytest.approx(nats / max(len(text), 1), rel=1e-4)
+
+
+def test_a_stage_is_prepared_and_shown_before_it_runs(world, tmp_path):
+    tokenizer = load_tokenizer(world.tokenizer)
+    config = world.config("pretrain", data=DataConfig(sources=(str(world.corpus),), held_out_fraction=0.3))
+    rows = {row["name"]: row["value"] for row in prepare_stage(config, tokenizer, tmp_path / "p")}
+    assert rows["data.text.read"] == 8 and rows["data.tokens.train"] > rows["data.tokens.held_out"] > 0
+    assert not prepare_documents(config.data, 48, tokenizer, tmp_path / "token-cache").pending("train")
+    out = io.StringIO()
+    summary, shown = inspect_stage(config, tokenizer, tmp_path / "p", range(1, 3), out)
+    assert [(item["step"], item["row"]) for item in shown] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert summary[0]["value"] == 4 and "── step 1 row 0: 48 tokens" in out.getvalue()
+    with pytest.raises(ConfigError, match="reads conversations"):
+        prepare_stage(world.config("sft"), tokenizer, tmp_path / "p")

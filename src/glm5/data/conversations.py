@@ -3,7 +3,8 @@
 A line is ``{"messages": [...], "tools": [...]?}`` with messages of the OpenAI form. Each becomes one sample: the ids of
 the chat format and a mask of what the model would have sampled. A final assistant turn is closed by the role token that
 the model must learn to stop with: ``<|observation|>`` after tool calls, else ``<|user|>``; it is trained, without it a
-model never learns to end its turn.
+model never learns to end its turn. An assistant message with ``"erroneous": true`` stays in the context, so that later
+turns learn to recover from it, and is masked whole, its closing role token included (GLM-5 report, SFT).
 
 Several samples share a row (first-fit decreasing); each is a document of its own, so they do not see each other.
 """
@@ -17,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from glm5.data.packing import Batch, Row, ShuffledOrder, batches, make_row
+from glm5.data.packing import Batch, Row, ShuffledOrder, batches, make_row, pack_first_fit
 from glm5.data.sources import read_jsonl
 from glm5.errors import DataError
 from glm5.tokenizer import Tokenizer
+from glm5.tokenizer.chat import is_erroneous
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +79,10 @@ def render_conversation(
     last = conversation.messages[-1] if conversation.messages else {}
     if last.get("role") == "assistant":
         ids.append(tokenizer.special_id("<|observation|>" if last.get("tool_calls") else "<|user|>"))
-        trained.append(True)
+        trained.append(not is_erroneous(last, conversation.origin))
     if not any(trained):
-        raise DataError(f"{conversation.origin}: no assistant message, so nothing to train on; add one or remove it")
+        raise DataError(f"{conversation.origin}: no assistant message that is trained; add one or remove it")
     return ConversationSample(np.array(ids, dtype=np.int64), np.array(trained, dtype=bool), conversation.origin)
-
-
-def pack_first_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Indices of ``sizes`` grouped into rows of at most ``length``: largest first, each into the first row with room.
-
-    Deterministic; equal sizes keep their order. Every size must be at most ``length``.
-    """
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        row = next((number for number, free in enumerate(room) if free >= sizes[index]), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(length)
-        rows[row].append(index)
-        room[row] -= sizes[index]
-    return rows
 
 
 class ConversationDataset:

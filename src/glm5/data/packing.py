@@ -2,32 +2,36 @@
 
 Letters: B rows of a batch, T tokens of a row.
 
-A row source gives row number n as a pure function of (n, length, seed), so training resumes at any step without
-replaying. Within a row, positions start at 0 for each document and documents count from 0; padding has document -1.
-``loss_mask`` stands at the position that predicts: True at t means that predicting ``ids[t + 1]`` counts. It is False
-at the last position of a row and wherever t + 1 belongs to another document.
+A row source gives row number n as a pure function of (n, length, seed), so training resumes at any row without
+replaying, on any number of ranks. Within a row, positions start at 0 for each document and documents count from 0;
+padding has document -1. ``loss_mask`` stands at the position that predicts: True at t means that predicting
+``ids[t + 1]`` counts. It is False at the last position of a row and wherever t + 1 belongs to another document.
 
-``TokenDataset`` concatenates its documents, each ended by ``<|endoftext|>``, and cuts the stream into chunks of one
-row. Each epoch shuffles the chunks; every token is in exactly one row of an epoch, the last chunk is padded.
+``TokenDataset`` holds tokenised documents, each ended by ``<|endoftext|>``, and makes rows of them by cutting the
+concatenated stream, or by packing whole documents. Each epoch shuffles the rows; every token is in exactly one row of
+an epoch. Torch is loaded when the first batch is made, so that processes that only make rows stay small.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Literal, Protocol
+from multiprocessing import parent_process
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
-import torch
 
-from glm5.data.sources import Document, corpus_fingerprint, read_documents, split_by_file
+from glm5.data.sources import Document
 from glm5.errors import DataError
+from glm5.runlog import progress_bar
 from glm5.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    import torch
+
+Packing = Literal["stream", "whole"]
 _DOCUMENTS_PER_CALL = 64
 
 
@@ -60,16 +64,33 @@ class RowSource(Protocol):
         """Row ``number`` (from 0, without end) of ``length`` tokens; a pure function of its arguments."""
 
 
-def batches(source: RowSource, batch_rows: int, length: int, seed: int = 0, start_step: int = 0) -> Iterator[Batch]:
-    """Endless batches; the batch of step s holds rows s * batch_rows onwards, whatever ``start_step`` is."""
-    first = start_step * batch_rows
+def row_ranges(batch_rows: int, start_step: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[range]:
+    """Numbers of the rows that ``rank`` takes at each step, from ``start_step`` on, without end.
+
+    Step s holds rows s * batch_rows onwards whatever the number of ranks is; the ranks take equal contiguous parts, so
+    that their union is the batch and a run may go on with another number of ranks. Raises DataError when
+    ``batch_rows`` is no multiple of ``world_size``.
+    """
+    if batch_rows % world_size or not 0 <= rank < world_size:
+        raise DataError(f"batch_rows={batch_rows} cannot be shared by {world_size} ranks (rank {rank}); "
+                        "make batch_rows a multiple of the number of ranks")
+    share = batch_rows // world_size
+    first = start_step * batch_rows + rank * share
     while True:
-        yield collate([source.row(first + offset, length, seed) for offset in range(batch_rows)])
+        yield range(first, first + share)
         first += batch_rows
+
+
+def batches(source: RowSource, batch_rows: int, length: int, seed: int = 0, start_step: int = 0) -> Iterator[Batch]:
+    """Endless batches of one rank, made when they are asked for; ``glm5.data.loader`` makes them ahead."""
+    for numbers in row_ranges(batch_rows, start_step):
+        yield collate([source.row(number, length, seed) for number in numbers])
 
 
 def collate(rows: Sequence[Row]) -> Batch:
     """Stack rows of one length."""
+    import torch
+
     return Batch(
         ids_BT=torch.from_numpy(np.stack([row.ids for row in rows])),
         positions_BT=torch.from_numpy(np.stack([row.positions for row in rows])),
@@ -118,15 +139,43 @@ class ShuffledOrder:
         return int(self._order[index])
 
 
-class TokenDataset:
-    """A tokenised stream of documents."""
+def pack_first_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Indices of ``sizes`` grouped into rows of at most ``length``: largest first, each into the first row with room.
 
-    def __init__(self, ids: np.ndarray, documents: np.ndarray, pad_id: int) -> None:
-        """``ids`` [tokens]; ``documents`` [n, 2]: end offset in ``ids`` and UTF-8 bytes of each document."""
+    Deterministic; equal sizes keep their order. Every size must be at most ``length``. O(n log n): a tree holds the
+    largest room below each of its nodes, the leaves being the rows.
+    """
+    width = 1 << max(len(sizes) - 1, 0).bit_length()
+    room = [length] * (2 * width)
+    rows: list[list[int]] = []
+    for index in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        node = 1
+        while node < width:
+            node = 2 * node if room[2 * node] >= sizes[index] else 2 * node + 1
+        if node - width == len(rows):
+            rows.append([])
+        rows[node - width].append(index)
+        room[node] -= sizes[index]
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return rows
+
+
+class TokenDataset:
+    """Tokenised documents and the rows that they make."""
+
+    def __init__(self, ids: np.ndarray, documents: np.ndarray, pad_id: int, packing: Packing = "stream") -> None:
+        """``ids`` [tokens]; ``documents`` [n, 2]: end offset in ``ids`` and UTF-8 bytes of each document.
+
+        ``packing`` "whole" cuts only documents that are longer than a row, into pieces that are documents of their own.
+        """
         self._ids = ids
         self._ends = documents[:, 0]
         self._pad_id = pad_id
+        self._packing = packing
         self._orders: dict[int, ShuffledOrder] = {}
+        self._packed: dict[int, list[np.ndarray]] = {}
         self.num_tokens = len(ids)
         self.num_documents = len(documents)
         self.num_bytes = int(documents[:, 1].sum())
@@ -135,52 +184,17 @@ class TokenDataset:
     @classmethod
     def from_documents(cls, documents: Iterable[Document], tokenizer: Tokenizer) -> TokenDataset:
         """Tokenise in memory. Raises DataError when there is no text."""
-        ids, table = _tokenise(documents, tokenizer)
-        return cls(ids, table, tokenizer.pad_id)
-
-    @classmethod
-    def from_sources(
-        cls,
-        specs: Sequence[str],
-        tokenizer: Tokenizer,
-        *,
-        part: Literal["all", "train", "held_out"] = "all",
-        held_out_fraction: float = 0.0,
-        split_seed: int = 0,
-        cache_dir: str | Path | None = None,
-    ) -> TokenDataset:
-        """One part of the named sources (see ``glm5.data.sources``), from ``cache_dir`` when it is there already.
-
-        The cache is keyed by tokenizer, names, sizes and times of the files, and split; it is memory-mapped.
-        """
-
-        def documents() -> Iterable[Document]:
-            everything = read_documents(specs)
-            if part == "all":
-                return everything
-            train, held_out = split_by_file(everything, held_out_fraction, split_seed)
-            return train if part == "train" else held_out
-
-        if cache_dir is None:
-            return cls.from_documents(documents(), tokenizer)
-        description = f"{tokenizer.to_json()}\n{corpus_fingerprint(specs)}\n{part} {held_out_fraction} {split_seed}"
-        stem = Path(cache_dir) / hashlib.sha256(description.encode()).hexdigest()[:24]
-        cached = _load_cache(stem)
-        if cached is None:
-            _save_cache(stem, *_tokenise(documents(), tokenizer))
-            cached = _load_cache(stem)
-        if cached is None:
-            raise DataError(f"{stem}.tokens.npy: cannot be read back after writing; remove it and run again")
-        return cls(*cached, tokenizer.pad_id)
+        return cls(*tokenise(((("", document.text),) for document in documents), tokenizer), tokenizer.pad_id)
 
     def num_rows(self, length: int) -> int:
         """Rows of one epoch."""
-        return -(-self.num_tokens // length)
+        return len(self._pieces(length)) if self._packing == "whole" else -(-self.num_tokens // length)
 
     def row(self, number: int, length: int, seed: int) -> Row:
         """Row ``number`` of the endless sequence of shuffled epochs."""
         order = self._orders.setdefault(length, ShuffledOrder(self.num_rows(length)))
-        return self._window(order.item(number, seed) * length, length)
+        item = order.item(number, seed)
+        return self._packed_row(item, length) if self._packing == "whole" else self._window(item * length, length)
 
     def batches(self, batch_rows: int, length: int, seed: int = 0, start_step: int = 0) -> Iterator[Batch]:
         """Endless training batches from ``start_step`` on."""
@@ -198,44 +212,49 @@ class TokenDataset:
         owner = np.searchsorted(self._ends, np.arange(start, end), side="right")
         return make_row(np.asarray(self._ids[start:end]), owner - owner[0], length, self._pad_id)
 
+    def _packed_row(self, item: int, length: int) -> Row:
+        pieces = self._pieces(length)[item]
+        ids = np.concatenate([self._ids[start:end] for start, end in pieces])
+        documents = np.repeat(np.arange(len(pieces)), pieces[:, 1] - pieces[:, 0])
+        return make_row(ids, documents, length, self._pad_id)
 
-def _tokenise(documents: Iterable[Document], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of all documents and the table of (end offset, bytes)."""
+    def _pieces(self, length: int) -> list[np.ndarray]:
+        """Of every row the (start, end) offsets of its pieces, [pieces, 2], in order of the stream."""
+        if length not in self._packed:
+            bounds = [(first, min(first + length, end))
+                      for start, end in zip([0, *self._ends[:-1].tolist()], self._ends.tolist(), strict=True)
+                      for first in range(start, end, length)]
+            table = np.array(bounds, dtype=np.int64)
+            rows = pack_first_fit((table[:, 1] - table[:, 0]).tolist(), length)
+            self._packed[length] = [table[sorted(row)] for row in rows]
+        return self._packed[length]
+
+
+def tokenise(documents: Iterable[Sequence[tuple[str, str]]], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of all documents, each ended by ``<|endoftext|>``, and the table of (end offset, bytes).
+
+    A document is a sequence of sections (special token or empty, text). Raises DataError when there is none.
+    """
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     pieces: list[np.ndarray] = []
     table: list[tuple[int, int]] = []
     end = 0
-    iterator = iter(documents)
-    while texts := [document.text for document in islice(iterator, _DOCUMENTS_PER_CALL)]:
-        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-            pieces.append(np.array([*ids, tokenizer.pad_id], dtype=dtype))
-            end += len(ids) + 1
-            table.append((end, len(text.encode("utf-8", "replace"))))
+    documents = list(documents)
+    # Data workers stay silent: theirs is not the terminal.
+    with nullcontext() if parent_process() else progress_bar("tokenise", len(documents)) as bar:
+        for start in range(0, len(documents), _DOCUMENTS_PER_CALL):
+            group = documents[start : start + _DOCUMENTS_PER_CALL]
+            encoded = iter(tokenizer.encode_batch([text for sections in group for _, text in sections]))
+            for sections in group:
+                ids: list[int] = []
+                for token, _ in sections:
+                    ids += [tokenizer.special_id(token)] if token else []
+                    ids += next(encoded)
+                pieces.append(np.array([*ids, tokenizer.pad_id], dtype=dtype))
+                end += len(ids) + 1
+                table.append((end, sum(len(text.encode("utf-8", "replace")) for _, text in sections)))
+            if bar:
+                bar.advance(len(table), end)
     if not pieces:
         raise DataError("corpus: no text; name a source that has some")
     return np.concatenate(pieces), np.array(table, dtype=np.int64)
-
-
-def _load_cache(stem: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """Ids and document table; None when absent or damaged."""
-    try:
-        table = np.load(f"{stem}.documents.npy")
-        ids = np.load(f"{stem}.tokens.npy", mmap_mode="r")
-    except (OSError, ValueError, EOFError):
-        return None
-    return (ids, table) if len(ids) == table[-1, 0] else None
-
-
-def _save_cache(stem: Path, ids: np.ndarray, table: np.ndarray) -> None:
-    try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        for name, array in (("documents", table), ("tokens", ids)):
-            unfinished = f"{stem}.{name}.{os.getpid()}.tmp"
-            try:
-                with open(unfinished, "wb") as stream:
-                    np.save(stream, array)
-                os.replace(unfinished, f"{stem}.{name}.npy")
-            finally:
-                Path(unfinished).unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(f"{stem.parent}: cannot write the token cache ({error.strerror}); free space there") from None

@@ -1,11 +1,13 @@
 """Where text comes from: named sources → documents.
 
 A source is ``stdlib`` (the Python sources, docstrings included, of the running interpreter's standard library, without
-its tests), a folder, a ``.jsonl`` or ``.parquet`` file with a ``text`` field, or any other file of UTF-8 text.
+its tests), a folder, a ``.jsonl`` or ``.parquet`` file with a text field, any other file of UTF-8 text, or
+``git:PATH[@REVISION]``: the files of a local git repository at a revision (``HEAD``), read from its object store.
 
 Invariants: the order is that of the sorted paths; a document's ``path`` does not depend on where the source lies on
 this machine, so the split into training and held-out files is the same everywhere; text is passed on unchanged; empty
-texts are left out. No torch here.
+texts are left out. In a folder or repository, files that are not text (NUL bytes; in a repository also what is not
+UTF-8) are left out. No torch here.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ import json
 import os
 import sysconfig
 import tokenize
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from glm5.data.git import GitRepository
 from glm5.errors import DataError
 
 STDLIB = "stdlib"
+GIT_PREFIX = "git:"
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _SNIFFED_BYTES = 8192
 
@@ -34,62 +38,78 @@ class Document:
     text: str
     path: str
     """Name of the file, relative to its source; ``file.jsonl:7`` for a record of a file."""
+    metadata: Mapping[str, object] = field(default_factory=dict)
+    """The fields of the record that were asked for."""
 
 
-def read_documents(specs: Sequence[str]) -> Iterator[Document]:
+def read_documents(
+    specs: Sequence[str], text_field: str = "text", fields: Sequence[str] = ()
+) -> Iterator[Document]:
     """The documents of all ``specs``, one source after the other.
 
-    Raises DataError, naming the file, when a source is missing, unreadable, malformed, or when there is no text at all.
+    ``text_field`` of a record is the text, ``fields`` become its metadata; files without records have none. Raises
+    DataError, naming the file, when a source is missing, unreadable, malformed, lacks a field, or when there is no text
+    at all.
     """
     found = False
     for spec in specs:
-        for file, name in _files(spec):
-            for document in _read_file(file, name, is_python=spec == STDLIB):
-                if document.text:
-                    found = True
-                    yield document
+        for document in _read_source(spec, text_field, fields):
+            if document.text:
+                found = True
+                yield document
     if not found:
         raise DataError(f"data {list(specs)}: no text found; name a source that has some, for example {STDLIB!r}")
 
 
-def split_by_file(
-    documents: Iterable[Document], held_out_fraction: float, seed: int
-) -> tuple[list[Document], list[Document]]:
-    """(training, held-out) documents, decided by a hash of each path, so that no file is on both sides.
+def held_out_paths(paths: Iterable[str], held_out_fraction: float, seed: int) -> frozenset[str]:
+    """Those of ``paths`` that are kept out of training, decided by a hash of each, so that no file is on both sides.
 
     The share held out is near ``held_out_fraction``; when it is above 0 at least one path is on each side. Raises
     DataError when that is impossible.
     """
-    documents = list(documents)
     if held_out_fraction <= 0:
-        return documents, []
-    places = {document.path: _place(document.path, seed) for document in documents}
+        return frozenset()
+    places = {path: path_place(path, seed) for path in paths}
     if len(places) < 2 or held_out_fraction >= 1:
         raise DataError(
             f"held_out_fraction={held_out_fraction} of {len(places)} files leaves one side empty; "
             "name more files or another fraction"
         )
     ordered = sorted(places, key=lambda path: places[path])
-    held_out = {path for path in ordered[:-1] if places[path] < held_out_fraction} or {ordered[0]}
-    return (
-        [document for document in documents if document.path not in held_out],
-        [document for document in documents if document.path in held_out],
-    )
+    return frozenset(path for path in ordered[:-1] if places[path] < held_out_fraction) or frozenset(ordered[:1])
+
+
+def path_place(path: str, seed: int) -> float:
+    """A number in [0, 1) that only ``path`` and ``seed`` decide."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:8], "big") / 2**64
 
 
 def corpus_fingerprint(specs: Sequence[str]) -> str:
     """A hash that changes when a file of ``specs`` is added, removed or written; reads no contents."""
     digest = hashlib.sha256()
     for spec in specs:
+        if spec.startswith(GIT_PREFIX):
+            digest.update(f"{spec}\0{GitRepository.from_spec(spec).revision}\n".encode())
+            continue
         for file, name in _files(spec):
             status = file.stat()
             digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 
-def _place(path: str, seed: int) -> float:
-    """A number in [0, 1) that only ``path`` and ``seed`` decide."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:8], "big") / 2**64
+def _read_source(spec: str, text_field: str, fields: Sequence[str]) -> Iterator[Document]:
+    if spec.startswith(GIT_PREFIX):
+        repository = GitRepository.from_spec(spec)
+        for path, text in repository.files():
+            yield Document(text, f"{repository.name}/{path}")
+        return
+    for file, name in _files(spec):
+        if file.suffix == ".jsonl":
+            yield from _read_records(file, name, text_field, fields)
+        elif file.suffix == ".parquet":
+            yield from _read_parquet(file, name, text_field, fields)
+        else:
+            yield Document(_read_text(file, is_python=spec == STDLIB), name)
 
 
 def _files(spec: str) -> Iterator[tuple[Path, str]]:
@@ -130,16 +150,15 @@ def _is_binary(file: Path) -> bool:
         raise DataError(f"{file}: cannot be read ({error.strerror}); fix its permissions or leave it out") from None
 
 
-def _read_file(file: Path, name: str, is_python: bool) -> Iterator[Document]:
-    if file.suffix == ".jsonl":
-        for number, record in read_jsonl(file):
-            if not isinstance(record.get("text"), str):
-                raise DataError(f"{file}:{number}: no string field 'text'; found {sorted(record)[:8]}")
-            yield Document(record["text"], f"{name}:{number}")
-    elif file.suffix == ".parquet":
-        yield from _read_parquet(file, name)
-    else:
-        yield Document(_read_text(file, is_python), name)
+def _read_records(file: Path, name: str, text_field: str, fields: Sequence[str]) -> Iterator[Document]:
+    for number, record in read_jsonl(file):
+        text = record.get(text_field)
+        if not isinstance(text, str):
+            raise DataError(f"{file}:{number}: no string field {text_field!r}; found {sorted(record)[:8]}")
+        missing = [key for key in fields if key not in record]
+        if missing:
+            raise DataError(f"{file}:{number}: no field {missing[0]!r}; found {sorted(record)[:8]}")
+        yield Document(text, f"{name}:{number}", {key: record[key] for key in fields})
 
 
 def _read_text(file: Path, is_python: bool) -> str:
@@ -175,22 +194,26 @@ def read_jsonl(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
         raise DataError(f"{file}: not UTF-8 text ({error}); convert it") from None
 
 
-def _read_parquet(file: Path, name: str) -> Iterator[Document]:
+def _read_parquet(file: Path, name: str, text_field: str, fields: Sequence[str]) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             columns = table.schema_arrow.names
-            if "text" not in columns:
-                raise DataError(f"{file}: no column 'text'; found {columns[:8]}")
+            missing = [column for column in (text_field, *fields) if column not in columns]
+            if missing:
+                raise DataError(f"{file}: no column {missing[0]!r}; found {columns[:8]}")
             number = 0
-            for batch in table.iter_batches(columns=["text"]):
-                for text in batch.column(0).to_pylist():
+            for batch in table.iter_batches(columns=[text_field, *fields]):
+                for record in batch.to_pylist():
                     number += 1
+                    text = record[text_field]
                     if not isinstance(text, str):
-                        raise DataError(f"{file}: row {number}: 'text' is {type(text).__name__}; expected a string")
-                    yield Document(text, f"{name}:{number}")
+                        raise DataError(
+                            f"{file}: row {number}: {text_field!r} is {type(text).__name__}; expected a string"
+                        )
+                    yield Document(text, f"{name}:{number}", {key: record[key] for key in fields})
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"{file}: not a readable .parquet file ({reason}); write it again") from None

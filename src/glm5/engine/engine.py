@@ -26,9 +26,10 @@ import torch
 
 from glm5.engine.config import EngineConfig
 from glm5.engine.generation import Generation, wake
+from glm5.engine.grammar import Grammars
 from glm5.engine.prefix_cache import PrefixCache
 from glm5.engine.replacement import load_replacement, load_weights
-from glm5.engine.requests import EngineClosedError, Sequence, check_prompt, check_sampling
+from glm5.engine.requests import EngineClosedError, InvalidRequestError, Sequence, check_prompt, check_sampling
 from glm5.engine.runner import Runner, StepResult
 from glm5.engine.sampler import mix_seed
 from glm5.engine.scheduler import Scheduler, StepPlan
@@ -79,12 +80,15 @@ class Engine:
         *,
         weight_version: int = 0,
         model_path: str = "",
+        grammars: Grammars | None = None,
     ) -> None:
+        """``grammars`` is needed by requests that carry one."""
         self.config = config or EngineConfig()
         self.vocab_size = model.config.vocab_size
         self.max_context = self.config.max_context or model.config.max_position_embeddings
         self.model_path = model_path
         self._stop_ids = frozenset(stop_ids)
+        self._grammars = grammars
         self._cache = PrefixCache(self.config.max_slots, self.max_context, weight_version, self.config.prefix_cache)
         self._scheduler = Scheduler(self._cache, self.config.prefill_chunk, self.config.max_waiting)
         self._runner = Runner(model.eval(), self._cache, self.config)
@@ -109,11 +113,17 @@ class Engine:
         stop_ids: SequenceOf[int],
         config: EngineConfig | None = None,
         weight_version: int = 0,
+        grammars: Grammars | None = None,
     ) -> Engine:
         """An engine over the checkpoint in ``directory``. Raises CheckpointError as ``load_model`` does."""
         config = config or EngineConfig()
         return cls(
-            load_weights(directory, config), stop_ids, config, weight_version=weight_version, model_path=str(directory)
+            load_weights(directory, config),
+            stop_ids,
+            config,
+            weight_version=weight_version,
+            model_path=str(directory),
+            grammars=grammars,
         )
 
     def __enter__(self) -> Engine:
@@ -142,6 +152,11 @@ class Engine:
         params = params or SamplingParams()
         prompt = check_prompt(ids, self.vocab_size, self.max_context)
         check_sampling(params, self.vocab_size)
+        constraint = None
+        if params.grammar is not None:
+            if self._grammars is None:
+                raise InvalidRequestError("grammar: this engine has no tokenizer; start it with one, or leave it out")
+            constraint = self._grammars.start(params.grammar)
         if self._is_closing:
             raise EngineClosedError("engine: it is shutting down; send requests to another one")
         with self._id_lock:
@@ -157,6 +172,7 @@ class Engine:
             max_new_tokens=min(params.max_new_tokens, self.max_context - len(prompt)),
             session_id=session_id,
             wants_prompt_logprobs=prompt_logprobs,
+            constraint=constraint,
         )
         generation = Generation(sequence, self.abort)
         self._post(lambda: self._enter(generation))
@@ -332,6 +348,8 @@ class Engine:
             output_ids = sequence.output_ids
             output_ids.append(token)
             sequence.logprobs.append(logprob)
+            if sequence.params.top_logprobs:
+                sequence.top_logprobs.append(result.top_logprobs[sequence.request_id])
             sequence.versions.append(version)
             if token in sequence.stop_ids:
                 sequence.finish_reason = "stop"
@@ -380,6 +398,7 @@ class Engine:
             [result.ids[row] for row in kept],
             [result.logprobs[row] for row in kept],
             [item for item in result.prompt_logprobs if item[0].request_id not in broken],
+            result.top_logprobs,
         )
 
     def _publish(self, generations: list[Generation]) -> None:

@@ -11,8 +11,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from glm5.engine.requests import Chunk, Completion, Sequence
-from glm5.errors import EngineError
+from glm5.engine.requests import Chunk, Completion, DeadlineError, Sequence
 
 DEADLINE_S = 3600.0
 """Longest wait for one answer unless the caller says otherwise."""
@@ -55,6 +54,7 @@ class Generation:
                         logprobs=sequence.logprobs[sent:known],
                         weight_versions=sequence.versions[sent:known],
                         finish_reason=sequence.finish_reason if is_finished else None,
+                        top_logprobs=sequence.top_logprobs[sent:known],
                     )
                     sent = known
 
@@ -93,8 +93,8 @@ class Generation:
         if listener is not None and (is_finished or self._wants_every_token):
             wakeups.setdefault(listener[0], []).append(listener[1])
 
-    def _too_late(self, timeout_s: float) -> EngineError:
-        return EngineError(
+    def _too_late(self, timeout_s: float) -> DeadlineError:
+        return DeadlineError(
             f"request {self.sequence.request_id}: not finished after {timeout_s:.0f} s; "
             "allow more time or lower the load"
         )

@@ -39,7 +39,7 @@ def load_replacement(
             f"{directory}: its tensors differ in name, shape or type from those being served; start another server"
         )
     for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
+        if not torch.isfinite(tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor).all():
             raise CheckpointError(f"{directory}: {name} has values that are not finite; publish good weights")
     return model
 

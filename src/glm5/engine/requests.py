@@ -1,18 +1,26 @@
 """What a request is inside the engine, and how one is refused. Free of torch: the HTTP layer reads these too.
 
-A ``Sequence`` is written by the engine's thread alone. Its three output lists only grow and ``versions`` grows last,
+A ``Sequence`` is written by the engine's thread alone. Its output lists only grow and ``versions`` grows last,
 so a reader in another thread may take the first ``len(versions)`` items of each.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from glm5.errors import EngineError
 from glm5.records import FinishReason, SamplingParams
 
+if TYPE_CHECKING:
+    from glm5.engine.grammar import Constraint
+
+TopLogprobs = list[tuple[int, float]]
+"""The most likely ids of one position and their log-probs, most likely first."""
+MAX_TOP_LOGPROBS = 20
 _TEMPERATURES = (1e-4, 1e4)
 """Beyond these, scaled logits overflow in single precision or carry no information."""
 
@@ -27,6 +35,10 @@ class ContextLengthError(InvalidRequestError):
 
 class QueueFullError(EngineError):
     """Too many requests wait for a slot; try again later."""
+
+
+class DeadlineError(EngineError):
+    """The answer was not complete in the time allowed."""
 
 
 class EngineClosedError(EngineError):
@@ -48,6 +60,8 @@ class Sequence:
     """``params.max_new_tokens``, cut to what the context leaves."""
     session_id: str | None = None
     wants_prompt_logprobs: bool = False
+    constraint: Constraint | None = None
+    """State of ``params.grammar``."""
 
     slot: int = -1
     """Row of the cache while running, else -1."""
@@ -57,6 +71,8 @@ class Sequence:
     """Leading prompt tokens that were found rather than computed."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """One entry an output id if ``params.top_logprobs``, else empty."""
     versions: list[int] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -95,6 +111,8 @@ class Chunk:
     logprobs: list[float]
     weight_versions: list[int]
     finish_reason: FinishReason | None
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """One entry an output id if the request asked for them, else empty."""
 
 
 def check_prompt(ids: list[int] | np.ndarray, vocab_size: int, max_context: int) -> np.ndarray:
@@ -125,6 +143,16 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         (0 < params.top_p <= 1, "top_p", params.top_p, "0 < top_p <= 1"),
         (params.top_k == -1 or 1 <= params.top_k < 2**31, "top_k", params.top_k, "-1 (all) or 1 to 2147483647"),
         (params.max_new_tokens >= 0, "max_new_tokens", params.max_new_tokens, "0 or more"),
+        (0 <= params.min_p <= 1, "min_p", params.min_p, "0 <= min_p <= 1"),
+        (0 < params.repetition_penalty <= 10, "repetition_penalty", params.repetition_penalty, "0 to 10, 0 excluded"),
+        (-2 <= params.presence_penalty <= 2, "presence_penalty", params.presence_penalty, "-2 to 2"),
+        (-2 <= params.frequency_penalty <= 2, "frequency_penalty", params.frequency_penalty, "-2 to 2"),
+        (
+            0 <= params.top_logprobs <= min(MAX_TOP_LOGPROBS, vocab_size),
+            "top_logprobs",
+            params.top_logprobs,
+            f"0 to {MAX_TOP_LOGPROBS}",
+        ),
     )
     for holds, name, value, expected in rules:
         if not holds:
@@ -132,3 +160,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     for stop in params.stop_token_ids or ():
         if not 0 <= stop < vocab_size:
             raise InvalidRequestError(f"stop_token_ids: got id {stop}, expected 0 <= id < {vocab_size}; correct it")
+    for token, bias in params.logit_bias:
+        if not 0 <= token < vocab_size or not math.isfinite(bias):
+            raise InvalidRequestError(
+                f"logit_bias: got {token}: {bias}, expected 0 <= id < {vocab_size} and a finite number; correct it"
+            )

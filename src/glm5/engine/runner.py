@@ -9,16 +9,17 @@ Letters: M tokens of the step, B sampled rows, W vocabulary, S slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from glm5.engine.config import EngineConfig
+from glm5.engine.edits import LogitEdits, needs_edits
 from glm5.engine.prefix_cache import PrefixCache
-from glm5.engine.requests import Sequence
-from glm5.engine.sampler import RowSettings, log_probs, mix_seed, sample
+from glm5.engine.requests import Sequence, TopLogprobs
+from glm5.engine.sampler import RowSettings, log_probs, mix_seed, sample, top_log_probs
 from glm5.engine.scheduler import PrefillChunk, StepPlan
 from glm5.model.cache import SlotCache
 from glm5.model.transformer import GlmMoeDsaForCausalLM
@@ -32,6 +33,8 @@ class StepResult:
     ids: list[int]
     logprobs: list[float]
     prompt_logprobs: list[tuple[Sequence, list[float]]]
+    top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
+    """By request id, for the requests that asked for them."""
 
 
 class Runner:
@@ -48,6 +51,9 @@ class Runner:
         self._temperature = np.ones(num_slots, np.float32)
         self._top_p = np.ones(num_slots, np.float32)
         self._top_k = np.full(num_slots, -1, np.int64)
+        self._min_p = np.zeros(num_slots, np.float32)
+        self._top_logprobs = np.zeros(num_slots, np.int64)
+        self._edits: dict[int, LogitEdits] = {}
         self._seed = np.zeros(num_slots, np.uint64)
         self._counter = np.zeros(num_slots, np.uint64)
         self._last_id = np.zeros(num_slots, np.int64)
@@ -89,8 +95,15 @@ class Runner:
         for chunk in plan.prefill:
             self._cache.append_prompt(chunk.sequence.slot, chunk.sequence.prompt[chunk.start : chunk.stop])
         sequences = plan.decode + [chunk.sequence for chunk in sampled] if sampled else plan.decode
-        new_ids, new_logprobs = self._sample(logits_BW[: len(sequences)], decode_slots, sampled)
-        return StepResult(sequences, new_ids, new_logprobs, self._score(logits_BW[len(sequences) :], scored))
+        sampled_BW = logits_BW[: len(sequences)]
+        new_ids, new_logprobs = self._sample(sampled_BW, decode_slots, sampled)
+        return StepResult(
+            sequences,
+            new_ids,
+            new_logprobs,
+            self._score(logits_BW[len(sequences) :], scored),
+            self._top(sampled_BW, sequences),
+        )
 
     def _slots_of(self, decode: list[Sequence]) -> np.ndarray:
         if decode is not self._decoding:
@@ -120,19 +133,53 @@ class Runner:
                 self._register(chunk.sequence)
             slots = np.concatenate([slots, np.array([chunk.sequence.slot for chunk in sampled], np.int64)])
         settings = RowSettings(
-            self._temperature[slots], self._top_p[slots], self._top_k[slots], self._seed[slots], self._counter[slots]
+            self._temperature[slots],
+            self._top_p[slots],
+            self._top_k[slots],
+            self._seed[slots],
+            self._counter[slots],
+            self._min_p[slots],
         )
-        ids, logprobs = sample(logits_BW, settings)
+        edited = [row for row, slot in enumerate(slots.tolist()) if slot in self._edits] if self._edits else []
+        ids, logprobs = sample(self._edit(logits_BW, slots, edited), settings)
+        for row in edited:
+            token = int(ids[row])
+            self._edits[int(slots[row])].advance(token)
+            # The model's own log-prob, as of every other token.
+            logprobs[row] = log_probs(logits_BW[row : row + 1] / (settings.temperature[row] or 1.0), ids[row : row + 1])
         new_ids = ids.cpu().numpy()
         self._last_id[slots] = new_ids
         self._counter[slots] += np.uint64(1)
         return new_ids.tolist(), logprobs.tolist()
+
+    def _edit(self, logits_BW: Tensor, slots: np.ndarray, edited: list[int]) -> Tensor:
+        """``logits_BW`` with the edits of the requests in rows ``edited``; the given tensor stays as it is."""
+        if not edited:
+            return logits_BW
+        edited_BW = logits_BW.clone()
+        for row in edited:
+            self._edits[int(slots[row])].apply(edited_BW[row])
+        return edited_BW
+
+    def _top(self, logits_BW: Tensor, sequences: list[Sequence]) -> dict[int, TopLogprobs]:
+        if not self._top_logprobs.any():
+            return {}
+        return {
+            sequence.request_id: top_log_probs(logits_W / (sequence.params.temperature or 1.0), count)
+            for sequence, logits_W in zip(sequences, logits_BW, strict=True)
+            if (count := sequence.params.top_logprobs)
+        }
 
     def _register(self, sequence: Sequence) -> None:
         slot, params = sequence.slot, sequence.params
         self._temperature[slot] = params.temperature
         self._top_p[slot] = params.top_p
         self._top_k[slot] = params.top_k
+        self._min_p[slot] = params.min_p
+        self._top_logprobs[slot] = params.top_logprobs
+        self._edits.pop(slot, None)
+        if needs_edits(params):
+            self._edits[slot] = LogitEdits(params, sequence.prompt, sequence.constraint)
         self._seed[slot] = mix_seed(sequence.seed)
         self._counter[slot] = 0
 

@@ -5,8 +5,8 @@ vocabulary instead of one random number per entry. The uniform of a row is a has
 tokens it has), so a seeded request samples the same tokens whatever else is in the batch, in whatever order steps
 ran.
 
-The log-prob of the chosen token is that of ``softmax(logits / temperature)`` over the whole vocabulary, before top-k
-and top-p cut it: what a trainer computes from the same logits. A greedy row (temperature 0) reports the log-prob
+The log-prob of the chosen token is that of ``softmax(logits / temperature)`` over the whole vocabulary, before top-k,
+top-p and min-p cut it: what a trainer computes from the same logits. A greedy row (temperature 0) reports the log-prob
 under the unscaled distribution.
 
 Letters: B rows, W vocabulary.
@@ -38,6 +38,8 @@ class RowSettings:
     """uint64, from ``mix_seed``."""
     counter: np.ndarray
     """uint64: tokens the request has produced so far."""
+    min_p: np.ndarray | None = None
+    """float32; 0 keeps all, and so does None."""
 
 
 def mix_seed(seed: int) -> int:
@@ -74,10 +76,13 @@ def sample(logits_BW: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
     total = cumulative_BW[:, -1]
     uniform = torch.from_numpy(uniforms(settings.seed, settings.counter)).to(logits_BW.device)
     ids = _invert(cumulative_BW, uniform)
-    is_cut = ((settings.top_p < 1) | (settings.top_k > 0)) & ~is_greedy
+    min_p = np.zeros_like(settings.top_p) if settings.min_p is None else settings.min_p
+    is_cut = ((settings.top_p < 1) | (settings.top_k > 0) | (min_p > 0)) & ~is_greedy
     if is_cut.any():
         rows = torch.from_numpy(np.flatnonzero(is_cut)).to(logits_BW.device)
-        cut_ids = _sample_truncated(weights_BW[rows], uniform[rows], settings.top_k[is_cut], settings.top_p[is_cut])
+        cut_ids = _sample_truncated(
+            weights_BW[rows], uniform[rows], settings.top_k[is_cut], settings.top_p[is_cut], min_p[is_cut]
+        )
         ids.index_copy_(0, rows, cut_ids)
     if is_greedy.any():
         ids = torch.where(torch.from_numpy(is_greedy).to(logits_BW.device), logits_BW.argmax(-1), ids)
@@ -90,6 +95,12 @@ def log_probs(logits_BW: Tensor, ids: Tensor) -> Tensor:
     return logits_BW.gather(-1, ids[:, None])[:, 0] - logits_BW.logsumexp(-1)
 
 
+def top_log_probs(logits_W: Tensor, count: int) -> list[tuple[int, float]]:
+    """The ``count`` most likely ids under ``softmax(logits_W)`` and their log-probs; ties go to the lower id."""
+    ids = torch.sort(logits_W, descending=True, stable=True).indices[:count]
+    return list(zip(ids.tolist(), (logits_W[ids] - logits_W.logsumexp(-1)).tolist(), strict=True))
+
+
 def _invert(cumulative_BW: Tensor, uniform: Tensor) -> Tensor:
     """First index whose cumulative weight exceeds ``uniform`` times the total: never one of weight zero."""
     total = cumulative_BW[:, -1]
@@ -99,8 +110,11 @@ def _invert(cumulative_BW: Tensor, uniform: Tensor) -> Tensor:
     return ids.clamp_(max=cumulative_BW.shape[-1] - 1)
 
 
-def _sample_truncated(weights_BW: Tensor, uniform: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
-    """Ids [B] from the k most likely tokens, then from the smallest set of these that holds ``top_p`` of their mass.
+def _sample_truncated(
+    weights_BW: Tensor, uniform: Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
+) -> Tensor:
+    """Ids [B] from the k most likely tokens, then from the smallest set of these that holds ``top_p`` of their mass,
+    without those whose weight is below ``min_p`` times the largest.
 
     Equal weights rank by id. The most likely token always stays.
     """
@@ -113,4 +127,5 @@ def _sample_truncated(weights_BW: Tensor, uniform: Tensor, top_k: np.ndarray, to
     mass = torch.from_numpy(top_p.astype(np.float32)).to(rank.device)[:, None] * cumulative_BW[:, -1:]
     # A token stays when the mass before it has not reached top_p yet.
     kept_BW = sorted_BW * (((cumulative_BW - sorted_BW) < mass) | (rank == 0))
+    kept_BW *= sorted_BW >= torch.from_numpy(min_p.astype(np.float32)).to(rank.device)[:, None] * sorted_BW[:, :1]
     return order_BW.gather(-1, _invert(kept_BW.cumsum(-1), uniform)[:, None])[:, 0]

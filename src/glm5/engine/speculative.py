@@ -83,11 +83,12 @@ def _accepted_drafts(model: GlmMoeDsaForCausalLM, sequences: list[list[int]], dr
         ids_BT[row, : len(sequence)] = torch.tensor(sequence)
         documents_BT[row, : len(sequence)] = 0
     ids_BT, documents_BT = ids_BT.to(model.lm_head.weight.device), documents_BT.to(model.lm_head.weight.device)
-    hidden_BTD = model.hidden(ids_BT, None, documents_BT).hidden_BTD
+    hidden_BTD, selection = model.hidden(ids_BT, None, documents_BT).hidden_BTD, None
     alive_BT = torch.ones_like(ids_BT, dtype=torch.bool)
     accepted_BT = torch.zeros_like(ids_BT)
     for depth in range(1, drafts + 1):
-        hidden_BTD = model.mtp(hidden_BTD, _shift(ids_BT, depth), None, documents_BT).hidden_BTD
+        step = model.mtp(hidden_BTD, _shift(ids_BT, depth), None, documents_BT, selection=selection)
+        hidden_BTD, selection = step.hidden_BTD, step.selection
         alive_BT = alive_BT & (model.lm_head(hidden_BTD).argmax(-1) == _shift(ids_BT, depth + 1))
         accepted_BT += alive_BT
     return accepted_BT

@@ -16,7 +16,7 @@ from glm5.env.episodes import first_messages, run_solution
 from glm5.env.sandbox import Sandbox, SandboxPool
 from glm5.env.tasks import SPLITS, Message, Task, Taskset, load_taskset
 from glm5.errors import ConfigError
-from glm5.runlog import write_atomic
+from glm5.runlog import tracked, write_atomic
 
 
 def check_taskset(name: str, count: int = 16, sandbox: str = "bwrap") -> list[dict[str, Any]]:
@@ -43,7 +43,8 @@ def write_demonstrations(name: str, count: int, output: Path, sandbox: str = "bw
 
 async def _demonstrations(taskset: Taskset, count: int, sandbox: str) -> list[dict[str, Any]]:
     async with _pool_for(taskset, sandbox) as pool:
-        conversations = [await _play(taskset, taskset.task("demo", index), pool, expert=True) for index in range(count)]
+        conversations = [await _play(taskset, taskset.task("demo", index), pool, expert=True)
+                         for index in tracked(range(count), f"demonstrations of {taskset.name}", "conversations")]
     return [{"messages": messages, "tools": taskset.tools()} for messages, _ in conversations]
 
 

@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from glm5.env.wire import HttpClient
 from glm5.errors import ServiceError
 from glm5.records import OUTCOMES, Episode, SamplingParams, Trajectory, trajectory_from_json
+from glm5.wire import HttpClient
 
 _CONTROL_S = 30.0
 """Deadline of a call that does no model work."""

@@ -18,9 +18,9 @@ from typing import Any
 from glm5.env.harness import Run, run_agent
 from glm5.env.sandbox import Sandbox, SandboxPool
 from glm5.env.tasks import Message, Task, Taskset, ToolError, task_from_id
-from glm5.env.wire import HttpClient
 from glm5.errors import Glm5Error, TaskError
 from glm5.records import Outcome
+from glm5.wire import HttpClient
 
 _MODEL_CALL_S = 60.0
 _CACHED_TASKS = 256
@@ -174,7 +174,7 @@ class Episodes:
         """Remove every episode."""
         for episode_id in list(self._running):
             await self.remove(episode_id)
-        await self._http.close()
+        self._http.close()
 
     async def run(self, *, episode_id: str, task_id: str, base_url: str, api_key: str, max_turns: int,
                   timeout_s: float) -> EpisodeResult:

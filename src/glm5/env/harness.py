@@ -13,9 +13,9 @@ from typing import Any
 
 from glm5.env.tasks import Message, ToolError
 from glm5.env.tools import parse_arguments
-from glm5.env.wire import HttpClient, HttpStatusError
 from glm5.errors import ServiceError
 from glm5.records import Outcome
+from glm5.wire import HttpClient, HttpStatusError
 
 CallTool = Callable[[str, dict[str, Any]], Awaitable[str]]
 _LIMIT_CODES = frozenset({"context_length_exceeded", "turn_limit_exceeded", "token_limit_exceeded"})

@@ -31,9 +31,9 @@ from glm5.env.check import check_taskset, write_demonstrations
 from glm5.env.episodes import Episodes, InfrastructureFailure, Running, boundary, first_messages
 from glm5.env.sandbox import SandboxPool
 from glm5.env.tasks import SPLITS, Solution, Task, Taskset, ToolError, available_tasksets, load_taskset
-from glm5.env.wire import HttpClient, HttpStatusError
 from glm5.errors import ConfigError, SandboxError, ServiceError, TaskError
 from glm5.process import serve_app
+from glm5.wire import HttpClient, HttpStatusError
 
 __all__ = ["Solution", "Task", "Taskset", "ToolError", "available_tasksets", "build_app", "check_taskset",
            "require_sandbox", "run_service", "write_demonstrations"]
@@ -171,7 +171,7 @@ async def _stay_registered(service: _Service, registration: Registration) -> Non
                 registered = registered and not isinstance(error, HttpStatusError)
             await asyncio.sleep(_HEARTBEAT_S)
     finally:
-        await http.close()
+        http.close()
 
 
 async def _info(service: _Service, request: Request) -> JSONResponse:

@@ -49,7 +49,11 @@ ROW_NAMES = {
     "staleness.STEPS": "trained episodes by age in trainer steps",
     "KIND.TOPK.LENGTH.vs_torch_dense": "speed-up over PyTorch's dense attention by selected and visible keys",
     "KIND.TOPK.LENGTH.vs_native_dense": "speed-up over the native dense form",
-    "KIND.TOPK.LENGTH.ceiling_share": "time that operations and bytes allow at the measured ceilings over the time taken",
+    "KIND.TOPK.LENGTH.ceiling_share": "time that operations and bytes allow at the measured ceilings over that taken",
+    "quantize.loss.original": "next-token loss of the float checkpoint on held-out text",
+    "quantize.loss.VARIANT": "the same after quantisation: as written (quantized), or one part of it alone",
+    "quantize.kl.VARIANT": "mean KL of the quantised next-token distribution from the float one",
+    "quantize.bytes.SIDE": "bytes of all tensors of the float or the quantised checkpoint",
     "ledger.violations": "broken invariants of the ledger",
 }
 """Meaning of row names; a part in capitals stands for any word. The first match counts."""

@@ -78,7 +78,7 @@ class Gateway:
                     last_purge = now
                     await self._store.purge(time.time() - RETENTION_S)
             except GatewayError:
-                self._counts["errors"] += 1  # a full disk; the next round tries again
+                self._counts["errors"] += 1  # the store has noted a disk that fails, which ends the process
 
     # Control routes
 
@@ -285,7 +285,8 @@ def run_gateway(engine_urls: Sequence[str], tokenizer_dir: str | Path, store_pat
                 port: int = 0, ready_file: str | Path | None = None) -> None:
     """Serve until SIGTERM or SIGINT; see ``glm5.process.serve_app``.
 
-    Raises CheckpointError for a bad tokenizer, GatewayError for a store in use, ServiceError for a port in use.
+    Raises CheckpointError for a bad tokenizer, GatewayError for a store in use or a full disk, ServiceError for a port
+    in use.
     """
     if port:
         bind(host, port).close()  # a taken port is reported before anything is written
@@ -293,7 +294,7 @@ def run_gateway(engine_urls: Sequence[str], tokenizer_dir: str | Path, store_pat
     store = Store(store_path)
     try:
         app = build_app(store, tokenizer, engine_urls)
-        serve_app(app, host, port, Path(ready_file) if ready_file is not None else None)
+        serve_app(app, host, port, Path(ready_file) if ready_file is not None else None, lambda: store.failure)
     finally:
         store.close()
 

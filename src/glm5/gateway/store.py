@@ -72,6 +72,8 @@ class Store:
         except BaseException:
             self._lock.close()
             raise
+        self.failure: GatewayError | None = None
+        """Set once the disk has refused a transaction: turns can no longer be made durable."""
         self._thread = threading.Thread(target=self._serve, name="gateway-store", daemon=True)
         self._thread.start()
 
@@ -142,7 +144,7 @@ class Store:
             while not self._queue.empty():
                 batch.append(self._queue.get())
             stopping = any(operation is _stop for operation, _ in batch)
-            answers: list[tuple[_Reply | None, Any, Exception | None]] = []
+            answers: list[tuple[_Reply | None, Any, GatewayError | None]] = []
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 for operation, reply in batch:
@@ -151,14 +153,20 @@ class Store:
                     except sqlite3.OperationalError:
                         raise  # the disk: nothing of this batch is kept
                     except Exception as error:  # of this operation alone; the thread must live on for the others
-                        answers.append((reply, None, error))
+                        answers.append((reply, None, self._explain(error)))
                 self._connection.execute("COMMIT")
             except sqlite3.Error as error:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
-                answers = [(reply, None, error) for _, reply in batch]
-            _answer(answers, self.path)
+                refused = self._explain(error)
+                if isinstance(error, sqlite3.OperationalError):
+                    self.failure = refused
+                answers = [(reply, None, refused) for _, reply in batch]
+            _answer(answers)
         self._connection.close()
+
+    def _explain(self, error: Exception) -> GatewayError:
+        return GatewayError(f"{self.path}: {error}; nothing was recorded; free space on its disk, then run again")
 
     def _open(self) -> sqlite3.Connection:
         try:
@@ -207,7 +215,7 @@ def _stop(_: sqlite3.Connection) -> None:
     """Ends the writer thread: it is recognised in the queue."""
 
 
-def _answer(answers: Iterable[tuple[_Reply | None, Any, Exception | None]], path: Path) -> None:
+def _answer(answers: Iterable[tuple[_Reply | None, Any, GatewayError | None]]) -> None:
     """Resolve the futures of one batch, with one wake-up of the event loop."""
     waiting = [(reply.future, value, error) for reply, value, error in answers if reply is not None]
     loop = next((reply.loop for reply, _, _ in answers if reply is not None), None)
@@ -217,7 +225,7 @@ def _answer(answers: Iterable[tuple[_Reply | None, Any, Exception | None]], path
             if future.cancelled():
                 continue
             if error is not None:
-                future.set_exception(GatewayError(f"{path}: {error}; check the disk"))
+                future.set_exception(error)
             else:
                 future.set_result(value)
 

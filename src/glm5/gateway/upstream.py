@@ -17,8 +17,8 @@ from typing import Any, get_args
 
 from glm5.gateway.dialect import RequestError
 from glm5.gateway.router import Router
-from glm5.gateway.transport import ConnectFailure, HttpClient, HttpResponse
 from glm5.records import FinishReason, SamplingParams
+from glm5.wire import ConnectFailure, HttpClient, Response, split_url
 
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 5.0
@@ -40,7 +40,10 @@ class EnginePool:
     """The engines behind one gateway."""
 
     def __init__(self, router: Router, timeout_s: float = 600.0) -> None:
-        """``timeout_s`` is the deadline of one model call, retries included."""
+        """``timeout_s`` is the deadline of one model call, retries included. Raises ServiceError for a URL that is
+        none."""
+        for url in router.engine_urls:
+            split_url(url)
         self.router = router
         self.timeout_s = timeout_s
         self.calls: Counter[str] = Counter()
@@ -49,7 +52,7 @@ class EnginePool:
         self._running: dict[str, set[asyncio.Task[Any]]] = {url: set() for url in router.engine_urls}
         self._evicted: set[asyncio.Task[Any]] = set()
         self._max_context: int | None = None
-        self._client = HttpClient(router.engine_urls)
+        self._client = HttpClient()
 
     def close(self) -> None:
         """Close all connections."""
@@ -137,13 +140,13 @@ class EnginePool:
         return answer
 
     async def _send(self, url: str, method: str, path: str, body: bytes | None,
-                    timeout_s: float) -> HttpResponse | None:
+                    timeout_s: float) -> Response | None:
         """The response; None when the engine was declared dead meanwhile."""
         task = asyncio.current_task()
         assert task is not None
         self._running[url].add(task)
         try:
-            return await self._client.request(method, url, path, body, timeout_s)
+            return await self._client.request(method, url + path, body, timeout_s)
         except asyncio.CancelledError:
             if task in self._evicted and task.cancelling() == 1:
                 task.uncancel()
@@ -155,7 +158,7 @@ class EnginePool:
 
     async def _check(self, url: str) -> None:
         try:
-            response = await self._client.request("GET", url, "/health_generate", None, HEALTH_TIMEOUT_S)
+            response = await self._client.request("GET", f"{url}/health_generate", None, HEALTH_TIMEOUT_S)
             is_well = response.status == 200
         except OSError:
             is_well = False

@@ -117,6 +117,35 @@ def indexer_kl(scores_BTS: Tensor, target_BTS: Tensor, mask_BTS: Tensor) -> Tens
     return training.IndexerKl.apply(scores_BTS, target_BTS, mask_BTS)
 
 
+def prefers_lists(x: Tensor) -> bool:
+    """Whether sparse attention over tensors like ``x`` is faster by lists of selected keys than by masks."""
+    return _native(x)
+
+
+def select_positions(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, first_BT: Tensor, last_BT: Tensor,
+                     k: int) -> Tensor:
+    """See ``reference.select_positions``."""
+    if k <= 0 or not (_native(q_BTJX) and _native(k_BSX) and _native(w_BTJ)):
+        return reference.select_positions(q_BTJX, k_BSX, w_BTJ, scale, first_BT, last_BT, k)
+    return training.select_positions(q_BTJX, k_BSX, w_BTJ, scale, first_BT, last_BT, k)
+
+
+def selected_attention(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, positions_BTK: Tensor,
+                       scale: float) -> tuple[Tensor, Tensor]:
+    """See ``reference.selected_attention``."""
+    if not (_native(q_BTHK) and _native(k_BSHK) and _native(v_BSHV)):
+        return reference.selected_attention(q_BTHK, k_BSHK, v_BSHV, positions_BTK, scale)
+    return training.SelectedAttention.apply(q_BTHK, k_BSHK, v_BSHV, positions_BTK, scale)
+
+
+def selected_kl(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, positions_BTK: Tensor,
+                target_BTK: Tensor) -> Tensor:
+    """See ``reference.selected_kl``."""
+    if not (_native(q_BTJX) and _native(k_BSX) and _native(w_BTJ)):
+        return reference.selected_kl(q_BTJX, k_BSX, w_BTJ, scale, positions_BTK, target_BTK)
+    return training.SelectedKl.apply(q_BTJX, k_BSX, w_BTJ, scale, positions_BTK, target_BTK)
+
+
 def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor) -> Tensor:
     """See ``reference.experts``."""
     arguments = (x_MD, expert_ids_MA, weights_MA, gate_up_EGD, down_EDF)

@@ -112,6 +112,43 @@ def indexer_kl(scores_BTS: Tensor, target_BTS: Tensor, mask_BTS: Tensor) -> Tens
     return (torch.xlogy(target_BTS, target_BTS).sum() - cross_BT.sum()) / rows
 
 
+def select_positions(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, first_BT: Tensor, last_BT: Tensor,
+                     k: int) -> Tensor:
+    """The selected keys as lists -> positions_BTK int32, K = ``k``: ascending, padded with -1. No gradient.
+
+    Query t sees the keys ``first[t] <= s < last[t]`` and keeps those that ``select_topk`` marks by ``index_scores``.
+    """
+    tokens_S = torch.arange(k_BSX.shape[1], device=k_BSX.device)
+    valid_BTS = (tokens_S >= first_BT.unsqueeze(-1)) & (tokens_S < last_BT.unsqueeze(-1))
+    with torch.no_grad():
+        selected_BTS = select_topk(index_scores(q_BTJX, k_BSX, w_BTJ, scale, valid_BTS), valid_BTS, k)
+    positions_BTK = torch.full((*q_BTJX.shape[:2], k), -1, dtype=torch.int32, device=q_BTJX.device)
+    row, query, position = selected_BTS.nonzero(as_tuple=True)
+    positions_BTK[row, query, selected_BTS.cumsum(-1)[row, query, position] - 1] = position.to(torch.int32)
+    return positions_BTK
+
+
+def selected_attention(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, positions_BTK: Tensor,
+                       scale: float) -> tuple[Tensor, Tensor]:
+    """``masked_attention`` over listed keys -> out_BTHV, and ``attention_targets`` of the lists -> target_BTK fp32,
+    0 behind the end of a list, without gradient."""
+    mask_BTS = _listed(positions_BTK, k_BSHK.shape[1])
+    targets_BTS = attention_targets(q_BTHK, k_BSHK, mask_BTS, scale)
+    target_BTK = targets_BTS.gather(2, positions_BTK.long().clamp_min(0)).masked_fill(positions_BTK < 0, 0.0)
+    return masked_attention(q_BTHK, k_BSHK, v_BSHV, mask_BTS, scale), target_BTK
+
+
+def selected_kl(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, positions_BTK: Tensor,
+                target_BTK: Tensor) -> Tensor:
+    """``indexer_kl`` of the scores of listed keys against ``target`` -> scalar fp32, the mean over lists with a key.
+
+    Differentiable in q, k and w.
+    """
+    scores_BTS = index_scores(q_BTJX, k_BSX, w_BTJ, scale)
+    scores_BTK = scores_BTS.gather(2, positions_BTK.long().clamp_min(0))
+    return indexer_kl(scores_BTK, target_BTK, positions_BTK >= 0)
+
+
 def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor) -> Tensor:
     """``y[m] = sum_a weights[m, a] * down_e(silu(gate_e x[m]) * up_e x[m])`` with e = expert_ids[m, a] -> y_MD.
 
@@ -199,7 +236,7 @@ def sparse_attention(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, 
     ``positions`` are ascending, padded with -1 at the end. Logits are ``scale * q . latent`` over all K = C + R dims,
     the output is the weighted sum of the first C. A query without keys gives zeros. Gradients flow to q and latent.
     """
-    keys_BTsK, listed_BTs = _listed(latent_BSK, positions_BTK)
+    keys_BTsK, listed_BTs = _listed_keys(latent_BSK, positions_BTK)
     logits_BTHs = torch.einsum("bthk,btsk->bths", q_BTHK.float(), keys_BTsK.float()) * scale
     weights_BTHs = _masked_softmax(logits_BTHs, listed_BTs.unsqueeze(2))
     return torch.einsum("bths,btsc->bthc", weights_BTHs, keys_BTsK[..., :kv_lora_rank].float()).to(q_BTHK.dtype)
@@ -207,7 +244,7 @@ def sparse_attention(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, 
 
 def sparse_scores(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, positions_BTK: Tensor) -> Tensor:
     """``index_scores`` of the listed keys only -> scores_BTK fp32, 0 for padding. Gradients flow to q, k and w."""
-    keys_BTsX, listed_BTs = _listed(k_BSX, positions_BTK)
+    keys_BTsX, listed_BTs = _listed_keys(k_BSX, positions_BTK)
     logits_BTJs = torch.einsum("btjx,btsx->btjs", q_BTJX.float(), keys_BTsX.float()) * scale
     return torch.einsum("btj,btjs->bts", w_BTJ.float(), F.relu(logits_BTJs)).masked_fill(~listed_BTs, 0.0)
 
@@ -215,7 +252,7 @@ def sparse_scores(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, po
 def sparse_targets(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float) -> Tensor:
     """``attention_targets`` over the listed keys of absorbed attention -> p_BTK fp32, 0 for padding. No gradient."""
     with torch.no_grad():
-        keys_BTsK, listed_BTs = _listed(latent_BSK, positions_BTK)
+        keys_BTsK, listed_BTs = _listed_keys(latent_BSK, positions_BTK)
         logits_BTHs = torch.einsum("bthk,btsk->bths", q_BTHK.float(), keys_BTsK.float()) * scale
         return _masked_softmax(logits_BTHs, listed_BTs.unsqueeze(2)).mean(2)
 
@@ -241,7 +278,7 @@ def sample(logits_BW: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: T
     scaled_BW = logits_BW.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
     peak_B1 = scaled_BW.amax(-1, keepdim=True)
     weights_BW = (scaled_BW - peak_B1).exp().double()
-    sorted_BW, order_BW = scaled_BW.sort(dim=-1, descending=True, stable=True)
+    order_BW = scaled_BW.argsort(dim=-1, descending=True, stable=True)
     rank_W, width = torch.arange(logits_BW.shape[-1], device=logits_BW.device), logits_BW.shape[-1]
     limit_B1 = torch.where(top_k_B > 0, top_k_B.clamp(max=width), width)[:, None]
     ranked_BW = weights_BW.gather(-1, order_BW).masked_fill(rank_W >= limit_B1, 0.0)
@@ -258,7 +295,7 @@ def sample(logits_BW: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: T
     return ids_B, (chosen_B - weights_BW.sum(-1).log()).float()
 
 
-def _listed(keys_BSK: Tensor, positions_BTK: Tensor) -> tuple[Tensor, Tensor]:
+def _listed_keys(keys_BSK: Tensor, positions_BTK: Tensor) -> tuple[Tensor, Tensor]:
     """The listed keys of every query [B, T, K, dims] and which of them exist [B, T, K]."""
     rows_B11 = torch.arange(keys_BSK.shape[0], device=keys_BSK.device)[:, None, None]
     return keys_BSK[rows_B11, positions_BTK.long().clamp_min(0)], positions_BTK >= 0
@@ -268,6 +305,12 @@ def _masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
     """Softmax over the last dimension restricted to ``mask``; rows without a valid entry are zero, also in backward."""
     weights = logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1)
     return weights.masked_fill(~mask, 0.0)
+
+
+def _listed(positions_BTK: Tensor, keys: int) -> Tensor:
+    """mask_BTS: the keys of each list."""
+    mask_BTS = torch.zeros(*positions_BTK.shape[:2], keys + 1, dtype=torch.bool, device=positions_BTK.device)
+    return mask_BTS.scatter_(2, positions_BTK.long() % (keys + 1), True)[..., :keys]  # -1 falls into the last column
 
 
 def _within(lengths_M: Tensor, longest: int) -> Tensor:

@@ -4,7 +4,7 @@ A checkpoint is a directory that Transformers, vLLM and SGLang load as it is: ``
 files (with an index when more), ``generation_config.json`` and the tokenizer's files. The routed experts, stacked in
 memory, are stored one by one; the MTP layer is layer ``num_hidden_layers``; the router bias is fp32 on disk whatever
 the weights are. Every tensor keeps its stored type unless a caller asks for another: reading and writing changes no
-byte.
+byte. FP8 weights are dequantised while they are read (``fp8``).
 
 Strict in both directions: a missing, extra or misshapen tensor is a ``CheckpointError``, never a fresh value. The one
 exception is a checkpoint without any tensor of the MTP layer that its ``config.json`` still promises, which is what
@@ -16,26 +16,31 @@ Writing goes to a temporary directory beside the target, is flushed to the disk 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from glm5.errors import CheckpointError
+from glm5.errors import CheckpointError, ConfigError
 from glm5.model.config import ModelConfig
+from glm5.model.fp8 import PublishedTensors, check_quantization_config
 from glm5.model.moe import Experts
+from glm5.model.quantize.plan import StoredFormats
+from glm5.model.quantize.projections import fit_modules
+from glm5.model.shards import ShardReader, ShardWriter, TensorSpec
 from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.runlog import flush_to_disk, replace_directory, temporary_path
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+MAX_SHARD_BYTES = 5 * 10**9
+"""Largest file that is written when nothing else is asked for, the published size."""
+
 _MTP_COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 """Tensors that other exports repeat inside the MTP layer; accepted when they equal the main ones, never written."""
 
@@ -44,54 +49,92 @@ def load_model(directory: str | Path, dtype: torch.dtype | None = None, device: 
                config_overrides: Mapping[str, Any] | None = None) -> GlmMoeDsaForCausalLM:
     """The model of a checkpoint directory, in evaluation mode.
 
-    ``dtype`` None keeps the stored type of each tensor; the router bias is fp32 in any case. ``config_overrides``
-    replaces fields of ``config.json``, for example ``{"num_nextn_predict_layers": 0}`` to leave the MTP layer out.
-    Raises ConfigError or CheckpointError naming the file and the key or tensor.
+    ``dtype`` None keeps the stored type of each tensor, and gives FP8 weights in the type that ``config.json`` names;
+    the router bias is fp32 in any case. ``config_overrides`` replaces fields of ``config.json``, for example
+    ``{"num_nextn_predict_layers": 0}`` to leave the MTP layer out. Raises ConfigError or CheckpointError naming the
+    file and the key or tensor.
+    """
+    model, tensors = open_checkpoint(directory, dtype, config_overrides)
+    _allocate(model, tensors.specs, dtype, torch.device(device))
+    _copy(state_dict_published(model), tensors)
+    return model.eval()
+
+
+def open_checkpoint(directory: str | Path, dtype: torch.dtype | None = None,
+                    config_overrides: Mapping[str, Any] | None = None) -> tuple[GlmMoeDsaForCausalLM, PublishedTensors]:
+    """The model of a checkpoint on the meta device, and its tensors, checked against it and not yet read.
+
+    Arguments and errors as for ``load_model``; FP8 weights come in ``dtype``, or in the type of ``config.json``.
     """
     directory = Path(directory)
     config = ModelConfig.from_json_file(directory / "config.json")
-    if config.extra.get("quantization_config"):
-        raise CheckpointError(f"{directory / 'config.json'}: quantization_config: quantised weights cannot be loaded; "
-                              "give the bf16 checkpoint")
-    tensors, files = _read_files(directory)
+    quantization = config.extra.get("quantization_config") or {}
+    formats = None
+    if quantization.get("quant_method") == "compressed-tensors":
+        formats = StoredFormats.from_json(quantization, str(directory / "config.json"))
+    else:
+        check_quantization_config(quantization, directory / "config.json")
+        config = config.replace(extra={key: value for key, value in config.extra.items()
+                                       if key != "quantization_config"})
+    tensors = PublishedTensors(ShardReader(directory), dtype or _torch_dtype(config, directory))
     prefix = f"model.layers.{config.num_hidden_layers}."
     if config_overrides and "num_nextn_predict_layers" in config_overrides:
         if config_overrides["num_nextn_predict_layers"] == 0:
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+            tensors.discard([name for name in tensors if name.startswith(prefix)])
     elif config.num_nextn_predict_layers and not any(name.startswith(prefix) for name in tensors):
         print(f"{directory}: config.json promises num_nextn_predict_layers=1 but holds no tensor {prefix}*; "
               "loading without the MTP layer (num_nextn_predict_layers=0)", file=sys.stderr)
         config = config.replace(num_nextn_predict_layers=0)
-    config = config.replace(**(config_overrides or {}))
     with torch.device("meta"):
-        model = GlmMoeDsaForCausalLM(config)
-    tensors = _without_copies(tensors, files, prefix)
-    _check(state_dict_published(model), tensors, files, directory)
-    _allocate(model, tensors, dtype, torch.device(device))
-    load_published(model, tensors)
-    return model.eval()
+        model = GlmMoeDsaForCausalLM(config.replace(**(config_overrides or {})))
+    if formats is not None:
+        fit_modules(model, tensors.specs, formats)
+        tensors.discard([name for name in tensors if name.endswith(".weight_shape")])
+    _discard_copies(tensors, prefix)
+    _check(state_dict_published(model), tensors.specs, tensors.stored.files, directory)
+    return model, tensors
 
 
 def save_model(model: GlmMoeDsaForCausalLM, directory: str | Path, tokenizer_source: Path | None = None,
-               max_shard_bytes: int = 5 * 10**9) -> None:
+               max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write ``model`` as a checkpoint directory; an existing checkpoint there is replaced.
 
     ``tokenizer_source`` is a directory whose tokenizer files are copied. Raises CheckpointError when the disk refuses
     (nothing is left half-written) or the target is a directory of something else.
     """
-    directory = Path(directory)
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    tensors = state_dict_published(model)
+    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    stored = str(tensors["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+    with replacing(Path(directory)) as temporary:
+        writer = ShardWriter(temporary, specs, max_shard_bytes)
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.close()
+        write_config(model.config.replace(dtype=stored), temporary)
+        if tokenizer_source is not None:
+            if not (Path(tokenizer_source) / TOKENIZER_FILES[0]).exists():
+                raise CheckpointError(f"{Path(tokenizer_source) / TOKENIZER_FILES[0]}: missing; give a directory with "
+                                      "a saved tokenizer")
+            copy_tokenizer(Path(tokenizer_source), temporary)
+
+
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """A temporary directory beside ``directory`` that takes its place when the block ends without an error.
+
+    Raises CheckpointError when the disk refuses (nothing is left half-written) or when ``directory`` is one of
+    something else than a checkpoint.
+    """
+    temporary = temporary_path(directory)
     try:
         if directory.exists() and any(directory.iterdir()) and not (directory / "config.json").exists():
             raise CheckpointError(f"{directory}: exists and has no config.json, so it is not a checkpoint to replace; "
                                   "choose another directory")
         temporary.mkdir(parents=True)
-        _write_files(model, temporary, max_shard_bytes)
-        if tokenizer_source is not None:
-            _copy_tokenizer(Path(tokenizer_source), temporary)
+        yield temporary
         for path in (*temporary.iterdir(), temporary):
-            _flush(path)
-        _put_in_place(temporary, directory)
+            flush_to_disk(path)
+        replace_directory(temporary, directory)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"{directory}: cannot be written ({reason}); free space or choose another "
@@ -100,28 +143,46 @@ def save_model(model: GlmMoeDsaForCausalLM, directory: str | Path, tokenizer_sou
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def state_dict_published(model: GlmMoeDsaForCausalLM) -> dict[str, Tensor]:
-    """Every weight and router bias under its published name: views of the model's memory, experts one by one."""
+def write_config(config: ModelConfig, directory: Path) -> None:
+    """``config.json`` and the ``generation_config.json`` that follows from it."""
+    data = config.to_json()
+    _write_json(directory / "config.json", data)
+    generation = {key: data[key] for key in ("eos_token_id", "pad_token_id") if data[key] is not None}
+    _write_json(directory / "generation_config.json", {"_from_model_config": True, **generation})
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy those tokenizer files that ``source`` has."""
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
+
+
+def state_dict_published(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Every weight and router bias under its published name: views of the model's memory, experts one by one.
+
+    ``model`` may be a part of a model whose published name, with a dot, is ``prefix``.
+    """
     published = {}
-    experts = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    for name, tensor in model.state_dict().items():
-        owner, _, kind = name.rpartition(".")
-        if owner not in experts:
+    for name, tensor in model.state_dict(prefix=prefix).items():
+        owner, separator, stack = name.partition("mlp.experts.")
+        if not separator:
             published[name] = tensor
             continue
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        projection, _, kind = stack.partition(".")
+        parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
         for number, matrix in enumerate(tensor):
-            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
-                published[f"{owner}.{number}.{part}.weight"] = rows
+            for part, rows in zip(parts, matrix.view(len(parts), -1, matrix.shape[-1]), strict=True):
+                published[f"{owner}{separator}{number}.{part}.{kind or 'weight'}"] = rows
     return published
 
 
 def read_published(directory: str | Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint directory by published name, mapped from the files rather than copied.
+    """The stored tensors of a checkpoint directory by name, mapped from the files rather than copied.
 
     Raises CheckpointError for a missing or truncated file, or an index that does not fit the files.
     """
-    return _read_files(Path(directory))[0]
+    return dict(ShardReader(Path(directory)))
 
 
 @torch.no_grad()
@@ -131,12 +192,17 @@ def load_published(model: GlmMoeDsaForCausalLM, tensors: Mapping[str, Tensor]) -
     Everything is checked before the first copy: on CheckpointError the model is unchanged.
     """
     targets = state_dict_published(model)
-    _check(targets, tensors, {}, None)
+    _check(targets, {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, {}, None)
+    _copy(targets, tensors)
+
+
+@torch.no_grad()
+def _copy(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
         target.copy_(tensors[name])
 
 
-def _check(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], files: Mapping[str, Path],
+def _check(expected: Mapping[str, Tensor], found: Mapping[str, TensorSpec], files: Mapping[str, Path],
            directory: Path | None) -> None:
     place = str(directory) if directory else "weights"
     missing = [name for name in expected if name not in found]
@@ -148,72 +214,51 @@ def _check(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], files: M
         raise CheckpointError(f"{files.get(extra[0], place)}: unexpected tensor {extra[0]}{_and_more(extra)}, the "
                               "configuration has no place for it; correct config.json or remove it")
     for name, target in expected.items():
-        if target.shape != found[name].shape:
+        if tuple(target.shape) != found[name].shape:
             raise CheckpointError(f"{files.get(name, place)}: tensor {name} has shape {list(found[name].shape)}, the "
                                   f"configuration gives {list(target.shape)}; correct config.json or the checkpoint")
-        if not found[name].dtype.is_floating_point or found[name].dtype.itemsize < 2:
+        if found[name].dtype != target.dtype and not (_is_wide(found[name]) and _is_wide(target)):
+            wanted = str(target.dtype)
+            if _is_wide(target):
+                wanted = "bfloat16, float16 or float32, or float8_e4m3fn with a weight_scale_inv"
             raise CheckpointError(f"{files.get(name, place)}: tensor {name} has type {found[name].dtype}; expected "
-                                  "bfloat16, float16 or float32 weights")
+                                  f"{wanted}")
+
+
+def _is_wide(tensor: Tensor | TensorSpec) -> bool:
+    """Whether the type is one that weights can be converted from and to."""
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize >= 2
 
 
 def _and_more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _read_files(directory: Path) -> tuple[dict[str, Tensor], dict[str, Path]]:
-    """All tensors of a directory and the file of each."""
-    tensors: dict[str, Tensor] = {}
-    files: dict[str, Path] = {}
-    weight_map = _read_index(directory)
-    for path in sorted({directory / file for file in weight_map.values()}) or [directory / SINGLE_FILE]:
-        if not path.exists():
-            raise CheckpointError(f"{path}: missing; a checkpoint has {SINGLE_FILE} or {INDEX_FILE} with its files")
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
-                    if name in files:
-                        raise CheckpointError(f"{path}: tensor {name} is also in {files[name].name}; keep one of them")
-                    tensors[name], files[name] = file.get_tensor(name), path
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: damaged or truncated safetensors file ({error}); copy or download it "
-                                  "again") from None
-    for name, file_name in weight_map.items():
-        if name not in files:
-            raise CheckpointError(f"{directory / file_name}: tensor {name} is missing though {INDEX_FILE} lists it; "
-                                  "copy or download the file again")
-    return tensors, files
-
-
-def _read_index(directory: Path) -> dict[str, str]:
-    path = directory / INDEX_FILE
-    if not path.exists():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path}: not a safetensors index (no weight_map); copy or download it again") from None
-
-
-def _without_copies(tensors: dict[str, Tensor], files: Mapping[str, Path], prefix: str) -> dict[str, Tensor]:
-    """Drop the MTP layer's copies of embedding and head after making sure that they are copies."""
+def _discard_copies(tensors: PublishedTensors, prefix: str) -> None:
+    """Hide the MTP layer's copies of embedding and head after making sure that they are copies."""
     for suffix, original in _MTP_COPIES.items():
-        copy = tensors.get(prefix + suffix)
-        if copy is None:
+        if prefix + suffix not in tensors:
             continue
-        if original not in tensors or not torch.equal(copy, tensors[original]):
-            raise CheckpointError(f"{files[prefix + suffix]}: tensor {prefix}{suffix} differs from {original}; this "
-                                  "architecture shares it, so the checkpoint is of another one")
-        tensors = {name: tensor for name, tensor in tensors.items() if name != prefix + suffix}
-    return tensors
+        if original not in tensors or not torch.equal(tensors[prefix + suffix], tensors[original]):
+            raise CheckpointError(f"{tensors.file(prefix + suffix)}: tensor {prefix}{suffix} differs from {original}; "
+                                  "this architecture shares it, so the checkpoint is of another one")
+        tensors.discard([prefix + suffix])
 
 
-def _allocate(model: GlmMoeDsaForCausalLM, tensors: Mapping[str, Tensor], dtype: torch.dtype | None,
+def _torch_dtype(config: ModelConfig, directory: Path) -> torch.dtype:
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if config.dtype not in dtypes:
+        raise ConfigError(f"{directory / 'config.json'}: dtype={config.dtype!r}: expected one of {', '.join(dtypes)}")
+    return dtypes[config.dtype]
+
+
+def _allocate(model: GlmMoeDsaForCausalLM, specs: Mapping[str, TensorSpec], dtype: torch.dtype | None,
               device: torch.device) -> None:
     """Give the parameters of a model on the meta device memory, in ``dtype`` or in the type of their stored tensors."""
     first_by_owner = {}
-    for name, tensor in tensors.items():
+    for name, spec in specs.items():
         head, separator, _ = name.partition(".mlp.experts.")
-        first_by_owner.setdefault(head + separator if separator else name, tensor.dtype)
+        first_by_owner.setdefault(head + separator if separator else name, spec.dtype)
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             owner = f"{module_name}." if isinstance(module, Experts) else f"{module_name}.{name}"
@@ -223,56 +268,5 @@ def _allocate(model: GlmMoeDsaForCausalLM, tensors: Mapping[str, Tensor], dtype:
             module.register_buffer(name, torch.empty_like(buffer, device=device))
 
 
-def _write_files(model: GlmMoeDsaForCausalLM, directory: Path, max_shard_bytes: int) -> None:
-    tensors = {name: tensor.detach().contiguous() for name, tensor in state_dict_published(model).items()}
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    stored = str(tensors["model.embed_tokens.weight"].dtype).removeprefix("torch.")
-    config = model.config.replace(dtype=stored).to_json()
-    _write_json(directory / "config.json", config)
-    generation = {key: config[key] for key in ("eos_token_id", "pad_token_id") if config[key] is not None}
-    _write_json(directory / "generation_config.json", {"_from_model_config": True, **generation})
-
-
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    if not (source / TOKENIZER_FILES[0]).exists():
-        raise CheckpointError(f"{source / TOKENIZER_FILES[0]}: missing; give a directory with a saved tokenizer")
-    for name in TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, target / name)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _put_in_place(temporary: Path, directory: Path) -> None:
-    """Rename; an existing checkpoint is moved aside first and removed after."""
-    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
-    if directory.exists():
-        os.rename(directory, old)
-    os.rename(temporary, directory)
-    _flush(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Model configuration: the fields of a published ``config.json``, presets, schedules and exact parameter counts.
+"""Model configuration: the fields of a published ``config.json``, presets and schedules.
 
 Torch-free. A ``ModelConfig`` is frozen; field names are the published ones. Keys that this package does not act on are
 kept in ``extra`` and written back unchanged, so that reading and writing a published file loses nothing. Keys that
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +22,12 @@ from glm5.errors import ConfigError
 _FIXED: dict[str, Any] = {
     "model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"], "hidden_act": "silu",
     "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "tie_word_embeddings": False,
-    "n_group": 1, "topk_group": 1,
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True,
-    "indexer_rope_interleave": True,
 }
 """Published keys with the one value that this architecture implements."""
 
-LATENT_NORM_EPS = 1e-6
+_UNPUBLISHED: dict[str, Any] = {"latent_norm_eps": 1e-6, "mtp_zero_first_embedding": False}
+"""Keys of ours that no published file has, and their defaults: written only when they say something else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +66,10 @@ class ModelConfig:
     """Experts that every token passes, fused into one of that many times the width."""
     num_experts_per_tok: int = 8
     """Routed experts per token."""
+    n_group: int = 1
+    """Groups that the routed experts are split into, in order; a group scores the sum of its two best experts."""
+    topk_group: int = 1
+    """Groups that a token may choose its experts from."""
     norm_topk_prob: bool = True
     """Whether the chosen router scores are normalised to sum 1 before scaling."""
     routed_scaling_factor: float = 2.5
@@ -88,14 +92,20 @@ class ModelConfig:
     """Every so-manyth layer is full; used when neither list is present."""
     index_skip_topk_offset: int | None = None
     """Leading full layers of the frequency schedule; absent means 2."""
+    index_share_for_mtp_iteration: bool = False
+    """Chained MTP steps use the selection of the first step instead of making their own."""
+    indexer_rope_interleave: bool = True
+    """Rotary pairs of an index head are neighbours (GLM); False pairs the two halves (DeepSeek-V3.2)."""
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: _rope(1_000_000))
     """Base frequency ``rope_theta``, and ``rope_type``, always ``default``."""
     max_position_embeddings: int = 202752
     """Longest context the model is meant for."""
     rms_norm_eps: float = 1e-5
     """Epsilon of the layer norms and of the final norm."""
-    latent_norm_eps: float = LATENT_NORM_EPS
+    latent_norm_eps: float = 1e-6
     """Epsilon of ``q_a_layernorm`` and ``kv_a_layernorm``: 1e-6 as in Transformers; some engines use 1e-5."""
+    mtp_zero_first_embedding: bool = False
+    """Replace the MTP layer's embedding at position 0 by zeros, as vLLM does; Transformers and Megatron do not."""
     initializer_range: float = 0.02
     """Standard deviation of freshly initialised weights."""
     eos_token_id: tuple[int, ...] = (154820, 154827, 154829)
@@ -108,7 +118,7 @@ class ModelConfig:
     """Keys of a published file that nothing here reads, written back as they were."""
 
     def __post_init__(self) -> None:
-        self._check_sizes()
+        self._check_types()
         if self.num_key_value_heads != self.num_attention_heads:
             raise ConfigError(f"num_key_value_heads={self.num_key_value_heads}: must equal num_attention_heads="
                               f"{self.num_attention_heads}; keys are expanded per head")
@@ -117,29 +127,42 @@ class ModelConfig:
         if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
             raise ConfigError(f"qk_rope_head_dim={self.qk_rope_head_dim}: must be even and at most index_head_dim="
                               f"{self.index_head_dim}")
-        if self.num_experts_per_tok > self.n_routed_experts:
-            raise ConfigError(f"num_experts_per_tok={self.num_experts_per_tok} exceeds n_routed_experts="
-                              f"{self.n_routed_experts}; lower it")
-        if self.rope_parameters.get("rope_type", "default") != "default" or "rope_theta" not in self.rope_parameters:
-            raise ConfigError(f"rope_parameters={dict(self.rope_parameters)}: expected rope_theta and "
-                              "rope_type 'default'")
+        self._check_groups()
+        _check_rope(self.rope_parameters)
         if "full" not in self.indexer_schedule[:1]:
             raise ConfigError(f"indexer_types[0]={self.indexer_schedule[0]!r}: the first layer has no selection to "
                               "share; make it 'full'")
         _check_words("mlp_layer_types", self.mlp_schedule, ("dense", "sparse"), self.num_hidden_layers)
         _check_words("indexer_types", self.indexer_schedule, ("full", "shared"), self.num_hidden_layers)
 
-    def _check_sizes(self) -> None:
+    def _check_types(self) -> None:
         may_be_zero = {"num_nextn_predict_layers", "first_k_dense_replace", "pad_token_id", "index_skip_topk_offset"}
         for item in dataclasses.fields(self):
-            if item.type not in ("int", "int | None"):
-                continue
             value = getattr(self, item.name)
             if value is None and item.type == "int | None":
                 continue
-            least = 0 if item.name in may_be_zero else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{item.name}={value!r}: expected an integer of at least {least}")
+            if item.type in ("int", "int | None"):
+                least = 0 if item.name in may_be_zero else 1
+                if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                    raise ConfigError(f"{item.name}={value!r}: expected an integer of at least {least}")
+            elif item.type == "float" and not _is_positive(value):
+                raise ConfigError(f"{item.name}={value!r}: expected a positive number")
+            elif item.type == "bool" and not isinstance(value, bool):
+                raise ConfigError(f"{item.name}={value!r}: expected true or false")
+
+    def _check_groups(self) -> None:
+        if self.num_experts_per_tok > self.n_routed_experts:
+            raise ConfigError(f"num_experts_per_tok={self.num_experts_per_tok} exceeds n_routed_experts="
+                              f"{self.n_routed_experts}; lower it")
+        size, rest = divmod(self.n_routed_experts, self.n_group)
+        if self.n_group > 1 and (rest or size < 2):
+            raise ConfigError(f"n_group={self.n_group}: must divide n_routed_experts={self.n_routed_experts} into "
+                              "groups of at least 2")
+        if self.topk_group > self.n_group:
+            raise ConfigError(f"topk_group={self.topk_group} exceeds n_group={self.n_group}; lower it")
+        if self.num_experts_per_tok > self.topk_group * size:
+            raise ConfigError(f"num_experts_per_tok={self.num_experts_per_tok} exceeds the {self.topk_group * size} "
+                              f"experts of topk_group={self.topk_group} groups; raise topk_group")
 
     @property
     def qk_head_dim(self) -> int:
@@ -189,8 +212,8 @@ class ModelConfig:
             value = getattr(self, item.name)
             if item.name == "extra" or (item.name in optional and value is None):
                 continue
-            if item.name == "latent_norm_eps" and value == LATENT_NORM_EPS:
-                continue  # not a published key: present only when it says something
+            if item.name in _UNPUBLISHED and value == _UNPUBLISHED[item.name]:
+                continue
             data[item.name] = list(value) if isinstance(value, tuple) else value
         data["rope_parameters"] = dict(self.rope_parameters)
         data["eos_token_id"] = list(self.eos_token_id) or None
@@ -206,19 +229,17 @@ class ModelConfig:
         if "model_type" not in data:
             raise ConfigError(f"{source}: model_type is missing; expected 'glm_moe_dsa'")
         values.pop("qk_head_dim", None)
-        if "rope_parameters" not in values:
-            if "rope_theta" not in values:
+        if values.get("rope_parameters") is None:
+            if values.get("rope_theta") is None:
                 raise ConfigError(f"{source}: rope_parameters is missing; add rope_theta and rope_type 'default' there")
             values["rope_parameters"] = _rope(values.pop("rope_theta"))
         if "torch_dtype" in values:
             values.setdefault("dtype", values.pop("torch_dtype"))
         names = {item.name for item in dataclasses.fields(cls)} - {"extra"}
-        known = {key: _frozen(value) for key, value in values.items() if key in names}
+        known = {key: _frozen(value) for key, value in values.items() if key in names and value is not None}
         stops = known.get("eos_token_id")
         known["eos_token_id"] = (stops,) if isinstance(stops, int) else stops or ()
         known.setdefault("pad_token_id", None)
-        if known.get("dtype", "") is None:
-            del known["dtype"]
         extra = {key: value for key, value in values.items() if key not in names}
         _check_required(known, source)
         try:
@@ -257,11 +278,17 @@ def presets() -> dict[str, ModelConfig]:
             index_n_heads=16, index_head_dim=64, index_topk=256, max_position_embeddings=16384,
             rope_parameters=_rope(10_000), eos_token_id=(), pad_token_id=None,
             dtype="float32"),
+        "mini": ModelConfig(
+            vocab_size=32768, hidden_size=1024, intermediate_size=3072, moe_intermediate_size=448, num_hidden_layers=16,
+            num_attention_heads=16, num_key_value_heads=16, q_lora_rank=512, kv_lora_rank=256, qk_nope_head_dim=64,
+            qk_rope_head_dim=32, v_head_dim=96, n_routed_experts=40, num_experts_per_tok=4, first_k_dense_replace=1,
+            index_n_heads=16, index_head_dim=64, index_topk=512, max_position_embeddings=32768,
+            rope_parameters=_rope(10_000), eos_token_id=(), pad_token_id=None),
         "glm-5": ModelConfig(),
         "glm-5.2": ModelConfig(
             rope_parameters=_rope(8_000_000), max_position_embeddings=1048576,
             index_topk_freq=4, index_skip_topk_offset=3,
-            extra={"index_share_for_mtp_iteration": True, "moe_router_dtype": "float32"}),
+            index_share_for_mtp_iteration=True, extra={"moe_router_dtype": "float32"}),
     }
 
 
@@ -273,41 +300,18 @@ def preset(name: str) -> ModelConfig:
     return known[name]
 
 
-def parameter_counts(config: ModelConfig) -> dict[str, int]:
-    """Exact numbers of parameters, the router bias buffers not counted.
-
-    ``total`` is the main model, ``with_mtp`` adds the MTP layer, ``active`` are the parameters of the main model that
-    one token passes, embedding and head included.
-    """
-    hidden = config.hidden_size
-    expert = 3 * hidden * config.moe_intermediate_size
-    shared = expert * config.n_shared_experts + config.n_routed_experts * hidden
-    sparse = shared + config.n_routed_experts * expert
-    sparse_active = shared + config.num_experts_per_tok * expert
-    dense = 3 * hidden * config.intermediate_size
-    embeddings = 2 * config.vocab_size * hidden
-    layers = config.num_hidden_layers * (_attention_parameters(config) + 2 * hidden)
-    layers += config.indexer_schedule.count("full") * _indexer_parameters(config) + hidden
-    layers += config.mlp_schedule.count("dense") * dense
-    sparse_layers = config.mlp_schedule.count("sparse")
-    total = embeddings + layers + sparse_layers * sparse
-    mtp_layer = _attention_parameters(config) + _indexer_parameters(config) + sparse + 5 * hidden + 2 * hidden * hidden
-    return {"total": total, "with_mtp": total + config.num_nextn_predict_layers * mtp_layer,
-            "active": embeddings + layers + sparse_layers * sparse_active}
+def _check_rope(parameters: Any) -> None:
+    """A guessed base would be wrong without any error, so it must be there; scaled kinds are not implemented."""
+    if not isinstance(parameters, Mapping) or not _is_positive(parameters.get("rope_theta")):
+        raise ConfigError(f"rope_parameters={parameters!r}: expected rope_theta, a positive number, and rope_type "
+                          "'default'")
+    if parameters.get("rope_type", "default") != "default":
+        raise ConfigError(f"rope_parameters: rope_type={parameters['rope_type']!r}: this architecture has only "
+                          "'default'")
 
 
-def _attention_parameters(config: ModelConfig) -> int:
-    heads, latent = config.num_attention_heads, config.kv_lora_rank
-    queries = config.q_lora_rank * (config.hidden_size + 1 + heads * config.qk_head_dim)
-    keys = config.hidden_size * (latent + config.qk_rope_head_dim) + latent
-    keys += latent * heads * (config.qk_nope_head_dim + config.v_head_dim)
-    return queries + keys + heads * config.v_head_dim * config.hidden_size
-
-
-def _indexer_parameters(config: ModelConfig) -> int:
-    width = config.index_head_dim
-    queries = config.index_n_heads * (config.q_lora_rank * width + config.hidden_size)
-    return queries + config.hidden_size * width + 2 * width
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _rope(theta: float) -> dict[str, Any]:

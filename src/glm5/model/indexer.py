@@ -38,7 +38,7 @@ class Indexer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
-        self.rotary_dim = config.qk_rope_head_dim
+        self.rotary_dim, self.interleaved = config.qk_rope_head_dim, config.indexer_rope_interleave
         self.scale = self.head_dim**-0.5
         self.wq_b = Projection(config.q_lora_rank, self.heads * self.head_dim)
         self.wk = Projection(config.hidden_size, self.head_dim)
@@ -57,5 +57,5 @@ class Indexer(nn.Module):
         return self._rotate(k_BS1X, cos_BSR2, sin_BSR2).squeeze(-2)
 
     def _rotate(self, x_BTJX: Tensor, cos_BTR2: Tensor, sin_BTR2: Tensor) -> Tensor:
-        rotated = dispatch.apply_rope(x_BTJX[..., : self.rotary_dim], cos_BTR2, sin_BTR2)
+        rotated = dispatch.apply_rope(x_BTJX[..., : self.rotary_dim], cos_BTR2, sin_BTR2, self.interleaved)
         return torch.cat([rotated, x_BTJX[..., self.rotary_dim :]], dim=-1)

@@ -131,6 +131,10 @@ class PackedRows:
             self._masks[span.first_query] = mask_BtS
         return mask_BtS
 
+    def visible_keys(self) -> tuple[Tensor, Tensor]:
+        """First visible key and the end of the visible keys of every query, [B or 1, T]; none for padding."""
+        return self._starts_BT, self._tokens_T.unsqueeze(0) + 1
+
     def query_rows(self, span: Span) -> int:
         """Number of queries in ``span`` that are not padding: each sees at least itself."""
         if self._documents_BT is None:

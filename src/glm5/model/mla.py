@@ -8,7 +8,8 @@ Gradient rules: the indexer sees detached inputs, selection carries no gradient,
 compares its scores with the layer's own attention, detached. So the language-model loss never reaches the indexer and
 the indexer loss reaches nothing else.
 
-Queries are processed span by span (``PackedRows.spans``). In long rows each span is recomputed in the backward pass, so
+Where the kernels prefer it, sparse attention works on lists of selected keys. Otherwise queries are processed span by
+span (``PackedRows.spans``) under masks. In long rows each span is recomputed in the backward pass, so
 that no tensor of size [B, H, T, T] is ever alive.
 
 Letters: B batch, T queries, S keys, M flattened tokens, P slots, D hidden, H heads, N/R nope/rope dims, V value dim,
@@ -28,6 +29,8 @@ from glm5.kernels import dispatch
 from glm5.model.config import ModelConfig
 from glm5.model.indexer import Indexer
 from glm5.model.layers import PackedRows, Projection, RmsNorm, Span
+
+_NO_SELECTION = "this layer has no indexer and got no selection; pass on what the last full layer returned"
 
 Index = tuple[Tensor, Tensor, Tensor]
 """Index queries q_BTJX, head weights w_BTJ and keys k_BSX."""
@@ -49,7 +52,8 @@ class AttentionResult:
 
     out_BTD: Tensor
     selection: tuple[Tensor, ...] | None
-    """Selected keys of each span, [B, t, S] bool, for layers that share them; None when attention was dense."""
+    """Selected keys for layers that share them: a list of positions [B, T, K] for all queries, or a mask [B, t, S] for
+    each span; None when attention was dense."""
     indexer_kl: Tensor | None
     """Mean KL over query rows, scalar, when asked for and this layer has an indexer."""
 
@@ -69,7 +73,8 @@ class RaggedStep:
 class MultiHeadLatentAttention(nn.Module):
     """One attention layer with the published parameter names.
 
-    A layer without an indexer uses the selection of the last layer that has one and ``lends_selection``.
+    A layer without an indexer uses the selection of the last layer that has one and ``lends_selection``. Selections
+    travel as arguments and results, never as state, so that a layer may run alone or be recomputed.
     """
 
     def __init__(self, config: ModelConfig, has_indexer: bool, lends_selection: bool) -> None:
@@ -91,18 +96,26 @@ class MultiHeadLatentAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor, packed: PackedRows, mode: AttentionMode,
                 shared: tuple[Tensor, ...] | None = None) -> AttentionResult:
-        """Attend over packed rows. ``shared`` is the selection of the last full layer, for a layer without indexer."""
+        """Attend over packed rows. ``shared`` is an earlier selection to attend to instead of making one.
+
+        Raises ValueError when sparse attention has neither an indexer nor ``shared``.
+        """
+        if mode.sparse and self.indexer is None and shared is None:
+            raise ValueError(_NO_SELECTION)
         q_latent_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD))
         q_BTHK = self._queries(q_latent_BTQ, packed.cos_BTR2, packed.sin_BTR2)
         latent_BSC, rope_BSR = self._latents(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
         kv_BSHE = self.kv_b_proj(latent_BSC).unflatten(-1, (self.heads, self.nope_dim + self.value_dim))
         k_nope_BSHN, v_BSHV = kv_BSHE.split([self.nope_dim, self.value_dim], dim=-1)
         k_BSHK = torch.cat([k_nope_BSHN, rope_BSR.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1)
-        index = self._index(x_BTD, q_latent_BTQ, packed, mode)
+        index = self._index(x_BTD, q_latent_BTQ, packed, mode) if shared is None else None
+        if self._selects(packed, mode) and dispatch.prefers_lists(q_BTHK):
+            positions_BTK = shared[0] if shared is not None else None
+            return self._attend_lists(q_BTHK, k_BSHK, v_BSHV, index, positions_BTK, packed, mode)
 
         outputs, selections, kl_sums = [], [], []
         for number, span in enumerate(packed.spans):
-            inherited = shared[number] if mode.sparse and shared is not None and self.indexer is None else None
+            inherited = shared[number] if mode.sparse and shared is not None else None
             part = None
             if index is not None:
                 part = index[0][:, span.queries], index[1][:, span.queries], index[2][:, span.keys]
@@ -125,9 +138,11 @@ class MultiHeadLatentAttention(nn.Module):
                shared: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Append the keys of M tokens to the cache, then attend from each token over its slot up to itself.
 
-        ``shared`` holds the selected positions (``[positions_MK or None]``) of the last full layer; the second result
-        is what the next layer gets. No gradient.
+        ``shared`` holds the selected positions (``[positions_MK or None]``) of the last full layer and is empty before
+        the first; the second result is what the next layer gets. No gradient. Raises ValueError as ``forward`` does.
         """
+        if step.sparse and self.indexer is None and not shared:
+            raise ValueError(_NO_SELECTION)
         q_latent_MQ = self.q_a_layernorm(self.q_a_proj(x_MD))
         latent_MC, rope_MR = self._latents(x_MD, step.cos_MR2, step.sin_MR2)
         latent_PSK[step.slots_M, step.positions_M] = torch.cat([latent_MC, rope_MR], dim=-1).to(latent_PSK.dtype)
@@ -149,7 +164,8 @@ class MultiHeadLatentAttention(nn.Module):
                 out_MHC = dispatch.ragged_dsa(q_MHK, iq_MJX, iw_MJ, latent_PSK, index_keys_PSX, *place, self.index_topk,
                                               self.scale, self.latent_dim)
         if out_MHC is None:
-            out_MHC = dispatch.ragged_attention(q_MHK, latent_PSK, *place, shared[0], self.scale, self.latent_dim)
+            positions_MK = shared[0] if step.sparse else None
+            out_MHC = dispatch.ragged_attention(q_MHK, latent_PSK, *place, positions_MK, self.scale, self.latent_dim)
         out_HMV = torch.bmm(out_MHC.transpose(0, 1), up_HEC[:, self.nope_dim :].transpose(1, 2))
         return self.o_proj(out_HMV.transpose(0, 1).flatten(1)), shared
 
@@ -165,13 +181,32 @@ class MultiHeadLatentAttention(nn.Module):
 
     def _index(self, x_BTD: Tensor, q_latent_BTQ: Tensor, packed: PackedRows, mode: AttentionMode) -> Index | None:
         """Index queries, head weights and keys, when selection or the loss needs them: detached from the main path."""
-        must_select = mode.sparse and any(span.longest > self.index_topk for span in packed.spans)
-        if self.indexer is None or not (mode.indexer_loss or must_select):
+        if self.indexer is None or not (mode.indexer_loss or self._selects(packed, mode)):
             return None
         with torch.set_grad_enabled(mode.indexer_loss and torch.is_grad_enabled()):
             x_BTD = x_BTD.detach()
             q_BTJX, w_BTJ = self.indexer.queries(x_BTD, q_latent_BTQ.detach(), packed.cos_BTR2, packed.sin_BTR2)
             return q_BTJX, w_BTJ, self.indexer.keys(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
+
+    def _selects(self, packed: PackedRows, mode: AttentionMode) -> bool:
+        """Whether some query sees more keys than sparse attention keeps."""
+        return mode.sparse and any(span.longest > self.index_topk for span in packed.spans)
+
+    def _attend_lists(self, q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: Index | None,
+                      positions_BTK: Tensor | None, packed: PackedRows, mode: AttentionMode) -> AttentionResult:
+        """Sparse attention by lists of keys, those given or those that the indexer selects.
+
+        Time but for the selection, and memory, are proportional to the length of the lists: no mask, no recomputation.
+        """
+        kl = None
+        if positions_BTK is None:
+            assert index is not None and self.indexer is not None
+            positions_BTK = dispatch.select_positions(index[0], index[2], index[1], self.indexer.scale,
+                                                      *packed.visible_keys(), self.index_topk)
+        out_BTHV, target_BTK = dispatch.selected_attention(q_BTHK, k_BSHK, v_BSHV, positions_BTK, self.scale)
+        if mode.indexer_loss and index is not None and self.indexer is not None:
+            kl = dispatch.selected_kl(index[0], index[2], index[1], self.indexer.scale, positions_BTK, target_BTK)
+        return AttentionResult(self.o_proj(out_BTHV.flatten(2)), (positions_BTK,), kl)
 
     def _attend(self, q_BtHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: Index | None, inherited_BtS: Tensor | None,
                 packed: PackedRows, span: Span, mode: AttentionMode) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,8 +1,9 @@
 """Mixture of experts: sigmoid router with a selection bias, routed experts, a shared expert (DeepSeek-V3, 2.1.2).
 
-``s = sigmoid(W x)`` in fp32; the experts with the largest ``s + bias`` are chosen; their weights are ``s`` without the
-bias, normalised to sum 1 and scaled. The bias is a buffer that stays fp32 whatever the module is cast to (published
-values near 6.9 would lose the differences in bf16); it learns by a sign rule, ``update_router_bias``, not by gradient.
+``s = sigmoid(W x)`` in fp32; the experts with the largest ``s + bias`` are chosen, in models with groups only from the
+``topk_group`` groups whose two largest ``s + bias`` have the largest sum; their weights are ``s`` without the bias,
+normalised to sum 1 and scaled. The bias is a buffer that stays fp32 whatever the module is cast to (published values
+near 6.9 would lose the differences in bf16); it learns by a sign rule, ``update_router_bias``, not by gradient.
 
 Letters: M flattened tokens, D hidden, E experts, A experts per token, F expert hidden, G = 2F, L sparse layers.
 """
@@ -39,18 +40,31 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_experts, self.top_k = config.n_routed_experts, config.num_experts_per_tok
+        self.num_groups, self.top_groups = config.n_group, config.topk_group
         self.normalise, self.scaling = config.norm_topk_prob, config.routed_scaling_factor
         self.weight = nn.Parameter(torch.empty(self.num_experts, config.hidden_size))
         self.register_buffer("e_score_correction_bias", torch.zeros(self.num_experts, dtype=torch.float32))
 
     def forward(self, x_MD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Expert ids [M, A], their weights [M, A] and all scores [M, E], the last two fp32."""
-        scores_ME = nn.functional.linear(x_MD.float(), self.weight.float()).sigmoid()
-        ids_MA = (scores_ME.detach() + self.e_score_correction_bias).topk(self.top_k, dim=-1, sorted=False).indices
+        """Expert ids [M, A], their weights [M, A] and the logits of all scores [M, E], the last two fp32."""
+        logits_ME = nn.functional.linear(x_MD.float(), self.weight.float())
+        scores_ME = logits_ME.sigmoid()
+        choice_ME = scores_ME.detach() + self.e_score_correction_bias
+        if self.top_groups < self.num_groups:
+            choice_ME = self._within_best_groups(choice_ME)
+        ids_MA = choice_ME.topk(self.top_k, dim=-1, sorted=False).indices
         weights_MA = scores_ME.gather(1, ids_MA)
         if self.normalise:
             weights_MA = weights_MA / (weights_MA.sum(-1, keepdim=True) + 1e-20)
-        return ids_MA, weights_MA * self.scaling, scores_ME
+        return ids_MA, weights_MA * self.scaling, logits_ME
+
+    def _within_best_groups(self, choice_ME: Tensor) -> Tensor:
+        """``choice`` with -inf outside the best groups of each token."""
+        grouped_MGe = choice_ME.unflatten(-1, (self.num_groups, -1))
+        best_MG = grouped_MGe.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1, sorted=False).indices
+        closed_MG = torch.ones(grouped_MGe.shape[:2], dtype=torch.bool, device=choice_ME.device)
+        closed_MG.scatter_(1, best_MG, False)
+        return grouped_MGe.masked_fill(closed_MG.unsqueeze(-1), -torch.inf).flatten(1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Casts and moves of ``nn.Module`` pass here: follow the device, keep the bias in fp32."""
@@ -87,9 +101,9 @@ class SparseMlp(nn.Module):
     def forward(self, x_BTD: Tensor, counted_BT: Tensor | None) -> tuple[Tensor, RouterStatistics]:
         """``counted_BT`` False marks tokens (padding) that statistics leave out; None counts all."""
         x_MD = x_BTD.flatten(0, 1)
-        ids_MA, weights_MA, scores_ME = self.gate(x_MD)
+        ids_MA, weights_MA, logits_ME = self.gate(x_MD)
         y_BTD = self.experts(x_MD, ids_MA, weights_MA).view_as(x_BTD) + self.shared_experts(x_BTD)
-        return y_BTD, _statistics(ids_MA, scores_ME, x_BTD.shape[:2], counted_BT)
+        return y_BTD, _statistics(ids_MA, logits_ME, x_BTD.shape[:2], counted_BT)
 
     def tokens(self, x_MD: Tensor) -> Tensor:
         """The output alone, for inference."""
@@ -97,24 +111,26 @@ class SparseMlp(nn.Module):
         return self.experts(x_MD, ids_MA, weights_MA) + self.shared_experts(x_MD)
 
 
-def _statistics(ids_MA: Tensor, scores_ME: Tensor, shape: tuple[int, int],
+def _statistics(ids_MA: Tensor, logits_ME: Tensor, shape: tuple[int, int],
                 counted_BT: Tensor | None) -> RouterStatistics:
     """Load of each expert, and the balance loss ``sum_e f_e P_e`` averaged over the rows of the batch.
 
     f_e is the share of a row's tokens that chose e times E / A, P_e the mean normalised score (DeepSeek-V3 eq. 17-20).
+    The shares of a token are normalised through logarithms: they sum to 1 however small the scores are, so that the
+    loss cannot be lowered by making all scores vanish.
     """
-    chosen_ME = torch.zeros_like(scores_ME, requires_grad=False).scatter_(1, ids_MA, 1.0)
+    chosen_ME = torch.zeros_like(logits_ME, requires_grad=False).scatter_(1, ids_MA, 1.0)
     if counted_BT is not None:
         chosen_ME = chosen_ME * counted_BT.reshape(-1, 1)
     chosen_BE = chosen_ME.view(*shape, -1).sum(1)
     if not torch.is_grad_enabled():
         return RouterStatistics(chosen_BE.sum(0), chosen_BE.new_zeros(()))
-    share_ME = scores_ME / (scores_ME.sum(-1, keepdim=True) + 1e-20)
+    share_ME = nn.functional.logsigmoid(logits_ME).softmax(-1)
     if counted_BT is not None:
         share_ME = share_ME * counted_BT.reshape(-1, 1)
     share_BE = share_ME.view(*shape, -1).sum(1)
     counts_B1 = shape[1] if counted_BT is None else counted_BT.sum(1, keepdim=True).clamp_min(1)
-    experts, per_token = scores_ME.shape[-1], ids_MA.shape[-1]
+    experts, per_token = logits_ME.shape[-1], ids_MA.shape[-1]
     loss = ((chosen_BE / counts_B1) * (share_BE / counts_B1)).sum() * (experts / (per_token * shape[0]))
     return RouterStatistics(chosen_BE.sum(0), loss)
 

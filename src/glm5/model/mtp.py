@@ -3,7 +3,8 @@
 The MTP layer is stored as layer number ``num_hidden_layers``. It predicts token t+2 from the final hidden state at t
 (after ``model.norm``) and the embedding of token t+1: ``eh_proj(cat[enorm(embedding), hnorm(hidden)])``, one sparse
 decoder layer with an indexer of its own, ``shared_head.norm``, then the main head. Chained steps feed its normalised
-output back as ``hidden``. The embedding at position 0 is not zeroed.
+output back as ``hidden``. It never uses a selection of the main model; with ``index_share_for_mtp_iteration`` chained
+steps use the selection of its own first step.
 
 Letters: B batch, T tokens, M flattened tokens, D hidden, E experts.
 """
@@ -45,7 +46,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden_BTD: Tensor, packed: PackedRows, mode: AttentionMode,
                 shared: tuple[Tensor, ...] | None = None) -> LayerResult:
-        """``shared`` is the selection of the last full layer."""
+        """``shared`` is an earlier selection to attend to instead of making one."""
         attention = self.self_attn(self.input_layernorm(hidden_BTD), packed, mode, shared)
         hidden_BTD = hidden_BTD + attention.out_BTD
         normed_BTD = self.post_attention_layernorm(hidden_BTD)

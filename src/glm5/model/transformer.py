@@ -50,8 +50,11 @@ class MtpOutput:
     hidden_BTD: Tensor
     """After ``shared_head.norm``: apply ``lm_head`` for logits, or feed it to the next step."""
     indexer_kl: Tensor | None
+    """None unless asked for, and in a step that uses an earlier selection."""
     expert_load_E: Tensor
     balance_loss: Tensor
+    selection: tuple[Tensor, ...] | None
+    """For the next step, when the model shares it between steps (``index_share_for_mtp_iteration``), else None."""
 
 
 class GlmMoeDsaModel(nn.Module):
@@ -116,7 +119,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
         losses: list[Tensor] = []
         routers: list[RouterStatistics] = []
         for layer in self._decoder_layers():
-            result = layer(hidden_BTD, packed, mode, selection)
+            result = layer(hidden_BTD, packed, mode, selection if layer.self_attn.indexer is None else None)
             hidden_BTD, selection = result.hidden_BTD, result.selection
             if result.indexer_kl is not None:
                 losses.append(result.indexer_kl)
@@ -127,16 +130,22 @@ class GlmMoeDsaForCausalLM(nn.Module):
         return ModelOutput(None, hidden_BTD, torch.stack(losses).mean() if losses else None, load_LE, balance_loss)
 
     def mtp(self, hidden_BTD: Tensor, next_ids_BT: Tensor, positions_BT: Tensor | None = None,
-            documents_BT: Tensor | None = None, *, attention: Attention = "sparse",
-            indexer_loss: bool = False) -> MtpOutput:
+            documents_BT: Tensor | None = None, *, attention: Attention = "sparse", indexer_loss: bool = False,
+            selection: tuple[Tensor, ...] | None = None) -> MtpOutput:
         """One MTP step: from the hidden state of token t (after the final norm, or of the last step) and the id of
-        token t+1, the hidden state that predicts token t+2. Raises ValueError when the model has no MTP layer."""
+        token t+1, the hidden state that predicts token t+2. Pass the ``selection`` of the step before to a chained
+        step. Raises ValueError when the model has no MTP layer."""
         layer = self._mtp_layer()
-        merged_BTD = layer.merge(self.model.embed_tokens(next_ids_BT), hidden_BTD)
+        embedding_BTD = self.model.embed_tokens(next_ids_BT)
+        if self.config.mtp_zero_first_embedding:
+            positions_BT = self._positions(next_ids_BT) if positions_BT is None else positions_BT
+            embedding_BTD = embedding_BTD.masked_fill((positions_BT == 0).unsqueeze(-1), 0.0)
         packed = self._packed(next_ids_BT, positions_BT, documents_BT)
-        result = layer(merged_BTD, packed, AttentionMode(_is_sparse(attention), indexer_loss))
+        mode = AttentionMode(_is_sparse(attention), indexer_loss)
+        result = layer(layer.merge(embedding_BTD, hidden_BTD), packed, mode, selection)
+        shared = result.selection if self.config.index_share_for_mtp_iteration else None
         return MtpOutput(layer.shared_head.norm(result.hidden_BTD), result.indexer_kl, result.router.load_E,
-                         result.router.balance_loss)
+                         result.router.balance_loss, shared)
 
     @torch.inference_mode()
     def ragged(self, ids_M: Tensor, positions_M: Tensor, slots_M: Tensor, cache: SlotCache, rows: Tensor | None = None,
@@ -151,7 +160,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
         cos_MR2, sin_MR2 = self._rotary(positions_M, hidden_MD.dtype)
         sparse = _is_sparse(attention) and cache.max_length > self.config.index_topk
         step = RaggedStep(cos_MR2, sin_MR2, slots_M, positions_M, positions_M + 1, sparse)
-        shared: Sequence[Tensor | None] = [None]
+        shared: Sequence[Tensor | None] = ()
         for layer, latent_PSK, index_keys_PSX in zip(self._decoder_layers(), cache.latent_LPSK, cache.index_keys_LPSX,
                                                      strict=True):
             hidden_MD, shared = layer.ragged(hidden_MD, step, latent_PSK, index_keys_PSX, shared)
@@ -170,9 +179,13 @@ class GlmMoeDsaForCausalLM(nn.Module):
 
     def _packed(self, ids_BT: Tensor, positions_BT: Tensor | None, documents_BT: Tensor | None) -> PackedRows:
         if positions_BT is None:
-            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand(ids_BT.shape)
+            positions_BT = self._positions(ids_BT)
         cos_BTR2, sin_BTR2 = self._rotary(positions_BT, self.model.embed_tokens.weight.dtype)
         return PackedRows(cos_BTR2, sin_BTR2, documents_BT, (ids_BT.shape[0], ids_BT.shape[1]))
+
+    @staticmethod
+    def _positions(ids_BT: Tensor) -> Tensor:
+        return torch.arange(ids_BT.shape[1], device=ids_BT.device).expand(ids_BT.shape)
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return rotary_tables(positions, self.config.qk_rope_head_dim, self.config.rope_theta, dtype)

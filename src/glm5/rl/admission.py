@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from glm5.records import TRAINABLE_OUTCOMES, Episode, Sample, Trajectory
-from glm5.rl.advantages import group_advantages, has_signal
+from glm5.rl.advantages import GroupAdvantage, group_advantages, has_signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,15 @@ def sampled_versions(episode: Episode) -> set[int]:
             for version, sampled in zip(trajectory.versions, trajectory.loss_mask, strict=True) if sampled}
 
 
-def group_samples(episodes: Sequence[Episode], multiplicities: Sequence[int]) -> list[Sample]:
+def group_samples(episodes: Sequence[Episode], multiplicities: Sequence[int],
+                  advantage: GroupAdvantage = "mean") -> list[Sample]:
     """Samples of an admitted group: one per trajectory with sampled tokens.
 
     The group mean counts every episode as often as its multiplicity says. ``Sample.weight`` is the multiplicity times
     the trajectory's share of the episode's sampled tokens, so that siblings together weigh as much as one episode.
     """
     rewards = [_reward(episode) for episode, times in zip(episodes, multiplicities, strict=True) for _ in range(times)]
-    advantages = group_advantages(rewards)
+    advantages = group_advantages(rewards, advantage)
     samples: list[Sample] = []
     position = 0
     for episode, times in zip(episodes, multiplicities, strict=True):

@@ -13,6 +13,8 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
+from glm5.records import OUTCOMES
+
 _CHECKS = {
     "ended group without one final episode per slot":
         "SELECT group_id FROM groups LEFT JOIN episodes USING (group_id) WHERE closed_seq IS NOT NULL "
@@ -40,6 +42,11 @@ _CHECKS = {
         "WHERE groups.batch_id IS NOT NULL AND leases.group_id IS NULL",
 }
 
+DROP_REASONS = ("interrupted", "rollback", "run_ended", "stale", "too_few_valid", "unknown_version", "zero_variance")
+"""Why a group is dropped."""
+FATES = ("trained", "waiting", "unmeasured", *(outcome for outcome in OUTCOMES if outcome != "ok"),
+         *(reason for reason in DROP_REASONS if reason not in ("interrupted", "run_ended", "stale")))
+"""What may become of an episode that ended: its use, the outcome that excludes it, or why its group was dropped."""
 _FATES = """
 SELECT CASE WHEN excluded != '' THEN excluded WHEN state = 'acked' THEN 'trained'
             WHEN state = 'dropped' THEN groups.reason ELSE 'waiting' END AS fate, COUNT(*)
@@ -53,10 +60,11 @@ class LedgerCounts:
     groups: dict[str, int]
     """By state: open, ready, leased, acked, dropped."""
     dropped_groups: dict[str, int]
-    """Dropped groups by reason."""
+    """Dropped groups by reason (``DROP_REASONS``)."""
     episodes: dict[str, int]
-    """Final episodes by fate: ``trained``, ``waiting`` (ready or leased), an excluding outcome such as ``infra_error``
-    or ``stale``, or the reason for which their group was dropped. They add up to the slots of all groups that ended."""
+    """Final episodes by fate (``FATES``): ``trained``, ``waiting`` (ready or leased), an excluding outcome such as
+    ``infra_error`` or ``stale``, or the reason for which their group was dropped. They add up to the slots of all
+    groups that ended."""
     retried: int
     """Attempts that failed for infrastructure reasons and were run again."""
     batches: dict[str, int]

@@ -16,6 +16,61 @@ from glm5.train.config import OptimizerConfig, ScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """Which policy loss, and its bounds; the formulas are in ``rl/losses.py``."""
+
+    kind: Literal["double_sided", "ppo", "icepop", "tis", "gspo", "cispo"] = "double_sided"
+    """``double_sided``: asynchronous agentic RL; ``icepop``: reasoning RL as published; the others for comparison."""
+    eps_low: float = 0.2
+    """Ratios at or below 1 - eps_low are masked (double_sided) or clipped."""
+    eps_high: float = 0.28
+    """Ratios at or above 1 + eps_high are masked (double_sided) or clipped."""
+    beta: float = 2.0
+    """icepop: tokens whose trainer-to-engine ratio lies outside [1/beta, beta] are dropped."""
+    tis_low: float = 0.5
+    """tis: least weight of a token."""
+    tis_high: float = 2.0
+    """tis: greatest weight of a token."""
+    dual_clip: float = 0.0
+    """ppo, icepop, tis, gspo: bound on the loss of a token of negative advantage, in advantages; 0: none."""
+    reference: Literal["engine", "trainer"] = "trainer"
+    """ppo, gspo, cispo: the log-probs that the ratio is taken against, the engine's at sampling or the trainer's own
+    at the start of the update."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.eps_low <= 1:
+            raise ConfigError(f"eps_low={self.eps_low} must lie in (0, 1]")
+        if self.eps_high <= 0:
+            raise ConfigError(f"eps_high={self.eps_high} must be above 0")
+        if self.beta < 1:
+            raise ConfigError(f"beta={self.beta} must be at least 1")
+        if not 0 <= self.tis_low <= self.tis_high:
+            raise ConfigError(f"tis_low={self.tis_low}, tis_high={self.tis_high}: expected 0 <= tis_low <= tis_high")
+        if self.dual_clip and self.dual_clip <= 1:
+            raise ConfigError(f"dual_clip={self.dual_clip} must be above 1, or 0 for none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CurriculumConfig:
+    """Which tasks are practised; see ``rl/curriculum.py``."""
+
+    max_visits: int = 4
+    """Groups that one task may have, as long as its rewards differ; 1 visits every task once."""
+    revisit_share: float = 0.5
+    """Share of the groups, at most, that practise a task again."""
+    revisit_after_steps: int = 2
+    """Trainer steps after a visit before the next one: the policy should have changed."""
+    balance: float = 2.0
+    """Tasksets whose groups more often have equal rewards start up to so many times more of them; 1: fixed shares."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(1, max_visits=self.max_visits, balance=self.balance)
+        _require_at_least(0, revisit_after_steps=self.revisit_after_steps)
+        if not 0 <= self.revisit_share < 1:
+            raise ConfigError(f"revisit_share={self.revisit_share} must lie in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RLConfig:
     """One run of asynchronous reinforcement learning."""
 
@@ -41,10 +96,12 @@ class RLConfig:
     """Hard bound, in steps, between the trainer and the oldest policy version of a trained sample (async)."""
     publish_every: int = 1
     """Steps between weight publications (async; sync publishes every step)."""
-    eps_low: float = 0.2
-    """Tokens with ratio at or below 1 - eps_low are masked."""
-    eps_high: float = 0.28
-    """Tokens with ratio at or above 1 + eps_high are masked."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """Policy loss."""
+    advantage: Literal["mean", "mean_std", "leave_one_out"] = "mean"
+    """How the rewards of a group become advantages."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """Choice of tasks and automatic shares."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=6e-5, kind="adamw", weight_decay=0.0))
     """Optimizer of the policy; the indexers, the MTP layer and the router bias are frozen."""
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(kind="constant"))
@@ -102,11 +159,9 @@ class RLConfig:
                           engine_threads=self.engine_threads, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
         _require_at_least(2, group_size=self.group_size, max_context=self.max_context)
         for name, value in (("temperature", self.temperature), ("episode_timeout_s", self.episode_timeout_s),
-                            ("stall_minutes", self.stall_minutes), ("eps_high", self.eps_high)):
+                            ("stall_minutes", self.stall_minutes)):
             if value <= 0:
                 raise ConfigError(f"{name}={value} must be above 0")
-        if not 0 < self.eps_low <= 1:
-            raise ConfigError(f"eps_low={self.eps_low} must lie in (0, 1]")
         needed = self.pacing_eta + self.publish_every - 1
         if self.mode == "async" and self.max_staleness < needed:
             raise ConfigError(f"max_staleness={self.max_staleness} is below pacing_eta + publish_every - 1 = {needed}: "

@@ -12,9 +12,9 @@ import time
 from collections.abc import Awaitable, Callable
 
 from glm5.env.client import fetch_tasks, run_episode
-from glm5.env.wire import HttpClient
 from glm5.records import Episode, SamplingParams
 from glm5.rl.config import RLConfig
+from glm5.wire import HttpClient
 
 RETRY_BASE_S = 1.0
 RETRY_FACTOR = 4.0
@@ -32,7 +32,7 @@ class EpisodeRunner:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.close()
+        self._http.close()
 
     async def attempt(self, service_url: str, *, taskset: str, task_id: str, group_id: str, episode_id: str) -> Episode:
         """One attempt at a task; cancelling it ends its session."""

@@ -32,14 +32,16 @@ from glm5.errors import ServiceError
 from glm5.records import Episode, Sample, to_json, trajectory_from_json
 from glm5.rl import audit
 from glm5.rl.admission import Admission, admit, group_samples, is_measured, sampled_versions
+from glm5.rl.advantages import GroupAdvantage
 
-FORMAT = 1
+FORMAT = 2
 _SCHEMA = """
 CREATE TABLE groups (
   group_id TEXT PRIMARY KEY, taskset TEXT NOT NULL, task_id TEXT NOT NULL, task_index INTEGER NOT NULL,
-  size INTEGER NOT NULL, state TEXT NOT NULL CHECK (state IN ('open', 'ready', 'leased', 'acked', 'dropped')),
+  visit INTEGER NOT NULL, size INTEGER NOT NULL,
+  state TEXT NOT NULL CHECK (state IN ('open', 'ready', 'leased', 'acked', 'dropped')),
   reason TEXT NOT NULL DEFAULT '', min_step INTEGER, max_step INTEGER, batch_id INTEGER, closed_seq INTEGER,
-  opened_at REAL NOT NULL, closed_at REAL, UNIQUE (taskset, task_index));
+  opened_at REAL NOT NULL, closed_at REAL, UNIQUE (taskset, task_index, visit));
 CREATE INDEX groups_by_state ON groups (state, min_step, closed_seq);
 CREATE UNIQUE INDEX groups_by_seq ON groups (closed_seq);
 CREATE TABLE episodes (
@@ -89,8 +91,9 @@ class Ledger:
         self._path = Path(path)
         self._max_staleness, self._pad_groups = max_staleness, pad_groups
         self._db = sqlite3.connect(path, timeout=30, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")
+        with self._explained():
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
         with self._transaction():
             found = int(self._db.execute("PRAGMA user_version").fetchone()[0])
             if found == 0:
@@ -111,12 +114,23 @@ class Ledger:
         row = self._db.execute("SELECT MAX(task_index) FROM groups WHERE taskset = ?", (taskset,)).fetchone()
         return 0 if row[0] is None else int(row[0]) + 1
 
-    def open_group(self, group_id: str, *, taskset: str, task_id: str, task_index: int, size: int) -> None:
-        """Reserve a group; its task index is used up even if this process dies."""
+    def open_group(self, group_id: str, *, taskset: str, task_id: str, task_index: int, size: int,
+                   visit: int = 0) -> None:
+        """Reserve a group; its visit to the task is used up even if this process dies."""
         with self._transaction():
             self._db.execute(
-                "INSERT INTO groups (group_id, taskset, task_id, task_index, size, state, opened_at) "
-                "VALUES (?, ?, ?, ?, ?, 'open', ?)", (group_id, taskset, task_id, task_index, size, time.time()))
+                "INSERT INTO groups (group_id, taskset, task_id, task_index, visit, size, state, opened_at) "
+                "VALUES (?, ?, ?, ?, ?, ?, 'open', ?)",
+                (group_id, taskset, task_id, task_index, visit, size, time.time()))
+
+    def last_visits(self) -> list[tuple[str, int, str, int, list[float]]]:
+        """Of every task whose last visit ended: taskset, task index, task id, number of that visit, its rewards."""
+        rows = self._db.execute(
+            "SELECT taskset, task_index, task_id, visit, json_group_array(reward) FROM groups JOIN episodes "
+            "USING (group_id) WHERE final AND reward IS NOT NULL AND closed_seq IS NOT NULL AND visit = "
+            "(SELECT MAX(visit) FROM groups AS other WHERE other.taskset = groups.taskset "
+            "AND other.task_index = groups.task_index) GROUP BY group_id ORDER BY closed_seq").fetchall()
+        return [(*task, json.loads(rewards)) for *task, rewards in rows]
 
     def close_group(self, group_id: str, slots: Sequence[Sequence[Episode]]) -> str:
         """Enter a finished group: per slot its attempts in order, of which the last counts.
@@ -175,7 +189,8 @@ class Ledger:
         """Groups that wait for the trainer, stale ones included."""
         return int(self._db.execute("SELECT COUNT(*) FROM groups WHERE state = 'ready'").fetchone()[0])
 
-    def lease(self, batch_groups: int, trainer_step: int) -> LeasedBatch | None:
+    def lease(self, batch_groups: int, trainer_step: int,
+              advantage: GroupAdvantage = "mean") -> LeasedBatch | None:
         """Hand out the ``batch_groups`` oldest ready groups, or None when there are fewer.
 
         First drops ready groups that are too stale, and those of a lost timeline: sampled by weights of a later step
@@ -196,7 +211,7 @@ class Ledger:
             self._db.executemany("UPDATE groups SET state = 'leased', batch_id = ? WHERE group_id = ?",
                                  [(batch_id, group_id) for (group_id,) in rows])
             self._db.executemany("INSERT INTO leases VALUES (?, ?)", [(batch_id, group_id) for (group_id,) in rows])
-            return self._load_batch(batch_id, trainer_step, [group_id for (group_id,) in rows])
+            return self._load_batch(batch_id, trainer_step, [group_id for (group_id,) in rows], advantage)
 
     def ack(self, batch_id: int, step: int) -> None:
         """Every batch leased up to ``batch_id`` is in a complete checkpoint of ``step``: its groups are trained."""
@@ -256,18 +271,23 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+        with self._explained():
             try:
+                self._db.execute("BEGIN IMMEDIATE")
                 yield
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # SQLite undoes some by itself, for example on a full disk
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except sqlite3.Error as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise ServiceError(f"{self._path}: {error}; the transaction was undone") from error
+            raise ServiceError(f"{self._path}: {error}; nothing of the transaction was kept; free space on its disk or "
+                               "make it writable, then run again to continue") from error
 
     def _open_size(self, group_id: str) -> int:
         row = self._db.execute("SELECT size FROM groups WHERE group_id = ? AND state = 'open'", (group_id,)).fetchone()
@@ -306,7 +326,8 @@ class Ledger:
         self._db.execute("UPDATE batches SET state = 'acked', acked_step = ? WHERE state = 'leased' AND batch_id <= ?",
                          (step, batch_id))
 
-    def _load_batch(self, batch_id: int, trainer_step: int, group_ids: Sequence[str]) -> LeasedBatch:
+    def _load_batch(self, batch_id: int, trainer_step: int, group_ids: Sequence[str],
+                    advantage: GroupAdvantage) -> LeasedBatch:
         samples: list[Sample] = []
         staleness: dict[str, int] = {}
         episodes = 0
@@ -315,7 +336,7 @@ class Ledger:
                 "SELECT episode_id, group_id, task_id, taskset, outcome, reward, episodes.reason, started_at, "
                 "duration_s, body, multiplicity, episodes.min_step FROM episodes JOIN groups USING (group_id) "
                 "WHERE group_id = ? AND multiplicity > 0 ORDER BY slot", (group_id,)).fetchall()
-            new = group_samples([_episode(row) for row in rows], [row[10] for row in rows])
+            new = group_samples([_episode(row) for row in rows], [row[10] for row in rows], advantage)
             oldest = {row[0]: row[11] for row in rows}
             staleness |= {sample.sample_id: trainer_step - oldest[sample.episode_id] for sample in new}
             samples += new

@@ -1,93 +1,182 @@
-"""The double-sided importance-sampling mask: policy loss of asynchronous agentic RL, and its mismatch metrics.
+"""Policy losses, one function per algorithm with one signature, and what a token weighs.
 
-    r    = exp(clamp(log pi_theta - log mu, -20, 20))       mu: log-prob recorded by the engine when it sampled
-    f    = r if 1 - eps_low < r < 1 + eps_high else 0       strict on both sides, whatever the sign of the advantage
-    loss = - sum over tokens  coefficient * stop_gradient(f) * A * log pi_theta
+Names, per sampled token: ``theta`` log-prob of the policy that is trained (carries the gradient), ``old`` the trainer's
+log-prob when the update of this batch began, ``mu`` the log-prob that the engine recorded when it sampled. ``A`` is the
+advantage, ``c`` the coefficient: every loss is ``sum over tokens of c * token loss``.
 
-No old policy is recomputed. The coefficient of a token is 1 / (sampled tokens of its episode) * 1 / (episodes of the
-batch), from counts of the whole batch and of the sampled tokens, not of the surviving ones: neither micro-batching nor
-masking changes what a token weighs. Everything is NaN-safe: a token outside the mask, or whose log-prob is not finite,
-contributes exactly 0 to loss and gradient.
-
-Mismatch per token, with Delta = log pi_theta - log mu and tokens drawn from mu: ``k1 = -Delta`` and
-``k3 = exp(Delta) - 1 - Delta`` are estimates of KL(mu || pi_theta), the second one never negative.
+Coefficients come from counts of the whole batch and of all sampled tokens (``token_coefficients``), not of a
+micro-batch and not of the tokens that survive a mask: neither splitting nor masking changes what a token weighs.
+Log-ratios are clamped to ±20 before they are exponentiated. A token whose log-prob is not finite contributes exactly 0
+to loss and gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from glm5.records import Sample
+from glm5.rl.config import LossConfig
 
 MAX_LOG_RATIO = 20.0
-_SUMS = ("tokens", "k1", "k3", "ratio", "low", "high", "not_finite")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTokens:
+    """The sampled tokens of a micro-batch, flat; floats are fp32 [M]."""
+
+    theta: Tensor
+    """Log-probs under the trained policy, with gradient."""
+    old: Tensor
+    """Trainer's log-probs at the start of the update."""
+    mu: Tensor
+    """Engine's log-probs at sampling."""
+    advantages: Tensor
+    coefficients: Tensor
+    samples: Tensor
+    """Int64 [M]: which sample a token belongs to. All tokens of a sample are in one micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Loss of some tokens of a batch and what the mask did; all but ``loss`` are without gradient."""
+    """Loss of some tokens of a batch and what the algorithm left out; all but ``loss`` are without gradient."""
 
     loss: Tensor
     """Scalar; the losses of all micro-batches add up to the loss of the batch."""
     log_ratio: Tensor
-    """Delta of each token [M], clamped; 0 where it is not finite."""
+    """theta - mu of each token [M], clamped; 0 where it is not finite."""
     low: Tensor
-    """Bool [M]: masked because the ratio was too low."""
+    """Bool [M]: no gradient because a ratio was too low."""
     high: Tensor
-    """Bool [M]: masked because the ratio was too high."""
+    """Bool [M]: no gradient because a ratio was too high."""
     not_finite: Tensor
-    """Bool [M]: masked because a log-prob was not finite."""
+    """Bool [M]: no gradient because a log-prob was not finite."""
 
 
-def double_sided_mask_loss(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, coefficients: Tensor, *,
-                           eps_low: float, eps_high: float) -> PolicyLoss:
-    """Loss over the sampled tokens of a micro-batch, all arguments fp32 [M]; ``logprobs`` carries the gradient."""
-    theta, mu = logprobs.detach(), behaviour.detach()
-    finite = torch.isfinite(theta) & torch.isfinite(mu)
-    log_ratio = torch.where(finite, theta - mu, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    low, high = finite & (ratio <= 1 - eps_low), finite & (ratio >= 1 + eps_high)
-    keep = finite & ~low & ~high
-    weight = torch.where(keep, ratio * advantages * coefficients, 0.0)
-    loss = -(weight * torch.where(keep, logprobs, 0.0)).sum()
-    return PolicyLoss(loss, log_ratio, low, high, ~finite)
+def double_sided_mask(tokens: PolicyTokens, config: LossConfig) -> PolicyLoss:
+    """Asynchronous agentic RL of GLM-5 (report section 10.1): no old policy, a mask strict on both sides.
+
+    ``r = exp(theta - mu)``, ``f = r if 1 - eps_low < r < 1 + eps_high else 0`` whatever the sign of the advantage;
+    token loss ``-stop_gradient(f) * A * theta``.
+    """
+    finite, theta = _finite(tokens)
+    ratio = _log_ratio(theta.detach(), tokens.mu, finite).exp()
+    low, high = ratio <= 1 - config.eps_low, ratio >= 1 + config.eps_high
+    weight = torch.where(finite & ~low & ~high, ratio, 0.0)
+    return _result(tokens, finite, -weight * tokens.advantages * theta, low, high)
+
+
+def ppo_clip(tokens: PolicyTokens, config: LossConfig) -> PolicyLoss:
+    """PPO (arXiv:1707.06347) with separate bounds (clip-higher, arXiv:2503.14476) and optional dual clip.
+
+    ``r = exp(theta - reference)``; token loss ``-min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)``. With
+    ``dual_clip = d > 1`` a token of negative advantage loses ``-d A`` at most (arXiv:1912.09729).
+    """
+    finite, theta = _finite(tokens)
+    loss, low, high = _clipped(theta, _reference(tokens, config), tokens.advantages, finite, config)
+    return _result(tokens, finite, loss, low, high)
+
+
+def icepop(tokens: PolicyTokens, config: LossConfig) -> PolicyLoss:
+    """Reasoning RL of GLM-5 (report section 9): PPO-clip against ``old``, weighted by the mismatch with the engine.
+
+    ``rho = exp(old - mu)`` weighs the token where ``1/beta <= rho <= beta`` and drops it elsewhere; no gradient
+    through ``rho``.
+    """
+    finite, theta = _finite(tokens)
+    rho = _log_ratio(tokens.old, tokens.mu, finite).exp()
+    too_low, too_high = rho < 1 / config.beta, rho > config.beta
+    loss, low, high = _clipped(theta, tokens.old, tokens.advantages, finite, config)
+    weight = torch.where(too_low | too_high, 0.0, rho)
+    return _result(tokens, finite, weight * loss, low | too_low, high | too_high)
+
+
+def truncated_importance_sampling(tokens: PolicyTokens, config: LossConfig) -> PolicyLoss:
+    """TIS: PPO-clip against ``old``, weighted by ``clamp(exp(old - mu), tis_low, tis_high)`` without gradient."""
+    finite, theta = _finite(tokens)
+    weight = _log_ratio(tokens.old, tokens.mu, finite).exp().clamp(config.tis_low, config.tis_high)
+    loss, low, high = _clipped(theta, tokens.old, tokens.advantages, finite, config)
+    return _result(tokens, finite, weight * loss, low, high)
+
+
+def gspo(tokens: PolicyTokens, config: LossConfig) -> PolicyLoss:
+    """GSPO (arXiv:2507.18071): one ratio per sample, ``s = exp(mean of theta - reference)``, clipped as in PPO.
+
+    The gradient reaches each token through the value-neutral term ``theta - stop_gradient(theta)``. Useful bounds are
+    far below those of token ratios (3e-4, 4e-4).
+    """
+    finite, theta = _finite(tokens)
+    log_ratio = _log_ratio(theta.detach(), _reference(tokens, config), finite)
+    count = int(tokens.samples.max()) + 1 if tokens.samples.numel() else 0
+    sums = log_ratio.new_zeros(count).index_add_(0, tokens.samples, log_ratio)
+    sizes = log_ratio.new_zeros(count).index_add_(0, tokens.samples, finite.to(log_ratio.dtype))
+    means = (sums / sizes.clamp_min(1.0))[tokens.samples]
+    loss, low, high = _clipped(theta, theta.detach() - means, tokens.advantages, finite, config)
+    return _result(tokens, finite, loss, low, high)
+
+
+def cispo(tokens: PolicyTokens, config: LossConfig) -> PolicyLoss:
+    """CISPO (arXiv:2506.13585): the ratio is clipped, not the update: ``-stop_gradient(clip(r)) * A * theta``.
+
+    Clipped tokens keep a gradient, so ``low`` and ``high`` only tell how many ratios were clipped.
+    """
+    finite, theta = _finite(tokens)
+    ratio = _log_ratio(theta.detach(), _reference(tokens, config), finite).exp()
+    low, high = 1 - config.eps_low, 1 + config.eps_high
+    weight = torch.where(finite, ratio.clamp(low, high), 0.0)
+    return _result(tokens, finite, -weight * tokens.advantages * theta, ratio < low, ratio > high)
+
+
+LOSSES: dict[str, Callable[[PolicyTokens, LossConfig], PolicyLoss]] = {
+    "double_sided": double_sided_mask, "ppo": ppo_clip, "icepop": icepop, "tis": truncated_importance_sampling,
+    "gspo": gspo, "cispo": cispo}
+"""By ``loss.kind``."""
 
 
 def token_coefficients(samples: Sequence[Sample], episodes: int) -> list[float]:
-    """Per sample, what each of its sampled tokens weighs in the loss of a batch of ``episodes`` episodes."""
+    """Per sample, what each of its sampled tokens weighs in the loss of a batch of ``episodes`` episodes: the mean over
+    episodes of the mean over an episode's sampled tokens, those of sibling samples together."""
     return [sample.weight / sum(sample.trajectory.loss_mask) / episodes for sample in samples]
 
 
-@dataclass(slots=True)
-class Mismatch:
-    """Sums of the mismatch metrics over the tokens of a batch, by staleness."""
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, coefficients: Tensor, clip: float) -> Tensor:
+    """Critic loss ``sum of c/2 * max((V - R)^2, (clip(V, V_old ± clip) - R)^2)``, all fp32 [M]; a scalar."""
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    squares = torch.maximum((values - returns).square(), (clipped - returns).square())
+    return 0.5 * (coefficients * squares).sum()
 
-    sums: dict[int, dict[str, float]] = field(default_factory=dict)
 
-    def add(self, result: PolicyLoss, staleness: Tensor) -> None:
-        """Add the tokens of one micro-batch; ``staleness`` int [M] in trainer steps."""
-        delta = result.log_ratio.double()
-        values = {"tokens": torch.ones_like(delta), "k1": -delta, "k3": delta.exp() - 1 - delta, "ratio": delta.exp(),
-                  "low": result.low.double(), "high": result.high.double(), "not_finite": result.not_finite.double()}
-        for age in staleness.unique().tolist():
-            here = staleness == age
-            bin_sums = self.sums.setdefault(int(age), dict.fromkeys(_SUMS, 0.0))
-            for name, value in values.items():
-                bin_sums[name] += float(value[here].sum())
+def _finite(tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
+    """Which tokens may be learned from, and theta with 0 in place of the others: NaN times 0 would be NaN."""
+    finite = torch.isfinite(tokens.theta.detach()) & torch.isfinite(tokens.old) & torch.isfinite(tokens.mu)
+    return finite, torch.where(finite, tokens.theta, 0.0)
 
-    def metrics(self) -> dict[str, float]:
-        """Means over all tokens, then over those of each staleness: ``k3``, ``k3.staleness_1``, ``masked_low`` …"""
-        result: dict[str, float] = {}
-        whole = {name: sum(bin_sums[name] for bin_sums in self.sums.values()) for name in _SUMS}
-        for suffix, bin_sums in [("", whole), *((f".staleness_{age}", self.sums[age]) for age in sorted(self.sums))]:
-            tokens = max(bin_sums["tokens"], 1.0)
-            means = {"k1": bin_sums["k1"], "k3": bin_sums["k3"], "ratio": bin_sums["ratio"],
-                     "masked_low": bin_sums["low"], "masked_high": bin_sums["high"],
-                     "masked_not_finite": bin_sums["not_finite"]}
-            result |= {f"{name}{suffix}": total / tokens for name, total in means.items()}
-            result[f"sampled_tokens{suffix}"] = bin_sums["tokens"]
-        return result
+
+def _log_ratio(above: Tensor, below: Tensor, finite: Tensor) -> Tensor:
+    return torch.where(finite, above - below, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _reference(tokens: PolicyTokens, config: LossConfig) -> Tensor:
+    return tokens.mu if config.reference == "engine" else tokens.old
+
+
+def _clipped(theta: Tensor, reference: Tensor, advantages: Tensor, finite: Tensor,
+             config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Token losses of PPO-clip, and which tokens it leaves without gradient for a low and for a high ratio."""
+    ratio = _log_ratio(theta, reference, finite).exp()
+    low, high = 1 - config.eps_low, 1 + config.eps_high
+    loss = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
+    is_low, is_high = (ratio.detach() < low) & (advantages < 0), (ratio.detach() > high) & (advantages > 0)
+    if config.dual_clip:
+        ceiling = -config.dual_clip * advantages
+        is_high = is_high | ((advantages < 0) & (loss.detach() > ceiling))
+        loss = torch.where(advantages < 0, torch.minimum(loss, ceiling), loss)
+    return torch.where(finite, loss, 0.0), is_low, is_high
+
+
+def _result(tokens: PolicyTokens, finite: Tensor, token_loss: Tensor, low: Tensor, high: Tensor) -> PolicyLoss:
+    return PolicyLoss((token_loss * tokens.coefficients).sum(), _log_ratio(tokens.theta.detach(), tokens.mu, finite),
+                      finite & low, finite & high, ~finite)

@@ -5,18 +5,15 @@ One loop opens a group whenever pacing and concurrency allow, for the taskset wh
 the group enters the ledger whole. The trainer is seen only through the ledger's progress row; nothing starts before
 that names a policy version.
 
-Task indices grow per taskset and are reserved in the ledger before the first episode starts, so that a restart repeats
-none. Groups that a dead orchestrator left open are dropped as ``interrupted``.
+Task indices grow per taskset, tasks worth it are visited again (``curriculum``), and a visit is reserved in the ledger
+before its first episode starts, so that a restart repeats none. Groups that a dead orchestrator left open are dropped
+as ``interrupted``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,9 +30,10 @@ from glm5.errors import ServiceError
 from glm5.process import bind, serve_app
 from glm5.records import Episode
 from glm5.rl.config import RLConfig, read_rl_config
+from glm5.rl.curriculum import Curriculum, RatioPicker, Visit
 from glm5.rl.episodes import EpisodeRunner, failed_episode
 from glm5.rl.ledger import Ledger
-from glm5.rl.pacing import RatioPicker, may_start_groups
+from glm5.rl.pacing import may_start_groups
 from glm5.rl.registry import Registry, TaskService
 from glm5.runlog import RunLog
 
@@ -44,13 +42,15 @@ POLL_S = 0.05
 TASK_BLOCK = 64
 """Task ids fetched at once."""
 AUDIT_PERIOD_S = 10.0
+CLEANUP_S = 2.0
+"""How long a cancelled attempt may take to end its session."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     group_id: str
     taskset: str
-    task_id: str
+    visit: Visit
 
 
 class Orchestrator:
@@ -61,7 +61,8 @@ class Orchestrator:
         self._log = RunLog(run_dir)
         self._ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups)
         self.registry = Registry()
-        self._picker = RatioPicker(config.tasksets)
+        self._picker = RatioPicker(config.tasksets, config.curriculum.balance)
+        self._curriculum = Curriculum(config.curriculum)
         self._task_ids: dict[str, deque[tuple[int, str]]] = {taskset: deque() for taskset in config.tasksets}
         self._slots = asyncio.Semaphore(config.concurrency)
         self._groups: set[asyncio.Task[None]] = set()
@@ -70,10 +71,15 @@ class Orchestrator:
         self._started = self._finished = 0
         self._wake = asyncio.Event()
         self._last_audit = 0.0
+        self.failure: BaseException | None = None
+        """What ended the loop, None while it runs."""
 
     async def run(self) -> None:
         """Open and run groups until cancelled."""
         interrupted = self._ledger.drop_open_groups("interrupted")
+        for taskset, index, task_id, number, rewards in self._ledger.last_visits():
+            if taskset in self._config.tasksets:
+                self._curriculum.record(taskset, Visit(index, task_id, number), rewards, self._ledger.progress().step)
         self._log.event("orchestrator_started", interrupted_groups=interrupted)
         try:
             async with EpisodeRunner(self._config, self._gateway_url, self._config.temperature) as runner:
@@ -89,6 +95,10 @@ class Orchestrator:
             await asyncio.gather(*self._groups, return_exceptions=True)
             self._ledger.drop_open_groups("run_ended")
             self._ledger.close()
+
+    def note_end(self, loop: asyncio.Task[None]) -> None:
+        """Keep what ended ``run``, if it was not cancelled."""
+        self.failure = None if loop.cancelled() else loop.exception()
 
     def stats(self) -> dict[str, Any]:
         """What runs, what became of what ran, who serves."""
@@ -120,20 +130,22 @@ class Orchestrator:
         taskset = self._picker.pick(self.registry.served(time.monotonic()))
         if taskset is None:
             return False
-        task = await self._next_task(runner, taskset)
-        if task is None:
+        visit = self._curriculum.next_visit(taskset, self._ledger.progress().step)
+        visit = visit or await self._next_task(runner, taskset)
+        if visit is None:
             return False
-        index, task_id = task
-        group = _Group(f"{taskset}-{index}", taskset, task_id)
+        suffix = f"v{visit.number}" if visit.number else ""
+        group = _Group(f"{taskset}-{visit.task_index}{suffix}", taskset, visit)
         size = self._config.group_size
-        self._ledger.open_group(group.group_id, taskset=taskset, task_id=task_id, task_index=index, size=size)
+        self._ledger.open_group(group.group_id, taskset=taskset, task_id=visit.task_id, task_index=visit.task_index,
+                                visit=visit.number, size=size)
         self._unfinished += size
         running = asyncio.create_task(self._run_group(runner, group))
         self._groups.add(running)
         running.add_done_callback(self._group_done)
         return True
 
-    async def _next_task(self, runner: EpisodeRunner, taskset: str) -> tuple[int, str] | None:
+    async def _next_task(self, runner: EpisodeRunner, taskset: str) -> Visit | None:
         """The next unused training task; None when its service does not answer now."""
         waiting = self._task_ids[taskset]
         if not waiting:
@@ -150,11 +162,16 @@ class Orchestrator:
                 raise ServiceError(f"taskset {taskset}: no training task at index {first}; give it more tasks or fewer "
                                    "steps")
             waiting.extend(enumerate(task_ids, first))
-        return waiting.popleft()
+        return Visit(*waiting.popleft(), 0)
 
     async def _run_group(self, runner: EpisodeRunner, group: _Group) -> None:
         slots = await asyncio.gather(*(self._run_slot(runner, group, slot) for slot in range(self._config.group_size)))
         reason = self._ledger.close_group(group.group_id, slots)
+        finals = [attempts[-1].reward for attempts in slots]
+        rewards = [reward for reward in finals if reward is not None]
+        self._curriculum.record(group.taskset, group.visit, rewards, self._ledger.progress().step)
+        if reason in ("", "zero_variance"):
+            self._picker.record(group.taskset, not reason)
         failures = [attempt.reason for attempts in slots for attempt in attempts if attempt.outcome == "infra_error"]
         if reason:
             self._log.event("group_dropped", group_id=group.group_id, reason=reason)
@@ -180,7 +197,7 @@ class Orchestrator:
 
     async def _attempt(self, runner: EpisodeRunner, group: _Group, episode_id: str) -> Episode:
         """One attempt at the best live service; ends when that service is declared dead."""
-        names = {"taskset": group.taskset, "task_id": group.task_id, "group_id": group.group_id,
+        names = {"taskset": group.taskset, "task_id": group.visit.task_id, "group_id": group.group_id,
                  "episode_id": episode_id}
         started_at = time.time()
         service = await self._wait_for_service(group.taskset)
@@ -194,6 +211,7 @@ class Orchestrator:
             await asyncio.wait({running})
         finally:
             running.cancel()
+            await asyncio.wait({running}, timeout=CLEANUP_S)  # it closes its session and its connections
             attempts.discard(running)
             self.registry.get(service.service_id).running -= 1
         if running.cancelled():
@@ -270,7 +288,7 @@ def build_app(orchestrator: Orchestrator) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         loop = asyncio.create_task(orchestrator.run())
-        loop.add_done_callback(_end_process_on_failure)
+        loop.add_done_callback(orchestrator.note_end)
         try:
             yield
         finally:
@@ -284,20 +302,14 @@ def build_app(orchestrator: Orchestrator) -> Starlette:
 
 def run_orchestrator(config: Path, run_dir: Path, gateway_url: str, host: str = "127.0.0.1", port: int = 0,
                      ready_file: Path | None = None) -> None:
-    """Run until SIGTERM. ``config`` is a TOML file or the ``config.json`` of a run."""
+    """Run until SIGTERM, or raise what ended the loop. ``config`` is a TOML file or the ``config.json`` of a run."""
     loaded = read_rl_config(config)
     if port:
         bind(host, port).close()  # a taken port is reported before anything is written
     run_dir.mkdir(parents=True, exist_ok=True)
-    serve_app(build_app(Orchestrator(loaded, run_dir, gateway_url)), host, port, ready_file)
+    orchestrator = Orchestrator(loaded, run_dir, gateway_url)
+    serve_app(build_app(orchestrator), host, port, ready_file, lambda: orchestrator.failure)
 
 
 def _refusal(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
-
-
-def _end_process_on_failure(loop: asyncio.Task[None]) -> None:
-    """A loop that failed must not leave a process that looks well; the supervisor starts a new one."""
-    if not loop.cancelled() and loop.exception() is not None:
-        traceback.print_exception(loop.exception(), file=sys.stderr)
-        os.kill(os.getpid(), signal.SIGTERM)

@@ -15,24 +15,3 @@ def may_start_groups(*, eta: int, step: int, batch_groups: int, accepted: int, i
     """Groups that may start now, never negative."""
     return max(0, (eta + step + 1) * batch_groups - (accepted + in_flight))
 
-
-class RatioPicker:
-    """Smooth weighted round robin over tasksets: exact shares in the long run, no bursts in the short run.
-
-    A taskset that could not be served earns no credit meanwhile, so that its return starts no burst.
-    """
-
-    def __init__(self, ratios: dict[str, float]) -> None:
-        self._ratios = dict(ratios)
-        self._credit = dict.fromkeys(ratios, 0.0)
-
-    def pick(self, available: set[str]) -> str | None:
-        """The taskset of the next group among ``available``; None when none of ours is there."""
-        candidates = [name for name in self._ratios if name in available]
-        if not candidates:
-            return None
-        for name in candidates:
-            self._credit[name] += self._ratios[name]
-        chosen = max(candidates, key=lambda name: self._credit[name])
-        self._credit[chosen] -= sum(self._ratios[name] for name in candidates)
-        return chosen

@@ -39,6 +39,8 @@ class MicroBatch:
     """Fp32 [M]."""
     coefficients: Tensor
     """Fp32 [M]: weight of each token in the loss of the whole batch."""
+    samples: Tensor
+    """Int64 [M]: index of each token's sample in the batch."""
     staleness: Tensor
     """Int64 [M]: trainer steps."""
     tokens: int
@@ -85,6 +87,7 @@ def _pack(batch: LeasedBatch, coefficients: Sequence[float], rows: Sequence[Sequ
     labels: list[int] = []
     floats: list[tuple[float, float, float]] = []
     staleness: list[int] = []
+    owners: list[int] = []
     for row, members in enumerate(rows):
         start = 0
         for document, index in enumerate(members):
@@ -98,8 +101,9 @@ def _pack(batch: LeasedBatch, coefficients: Sequence[float], rows: Sequence[Sequ
             labels += [trajectory.ids[t] for t in sampled]
             floats += [(trajectory.logprobs[t], sample.advantage, coefficients[index]) for t in sampled]
             staleness += [batch.staleness[sample.sample_id]] * len(sampled)
+            owners += [index] * len(sampled)
             start = end
     behaviour, advantages, weights = torch.tensor(floats, dtype=torch.float32).unbind(1)
     return MicroBatch(ids_BT, positions_BT, documents_BT, torch.tensor(predictors), torch.tensor(labels),
-                      behaviour.contiguous(), advantages.contiguous(), weights.contiguous(), torch.tensor(staleness),
-                      int((documents_BT >= 0).sum()))
+                      behaviour.contiguous(), advantages.contiguous(), weights.contiguous(), torch.tensor(owners),
+                      torch.tensor(staleness), int((documents_BT >= 0).sum()))

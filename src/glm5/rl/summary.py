@@ -19,7 +19,7 @@ from glm5.runlog import read_jsonl
 def summary_rows(run_dir: Path) -> list[dict[str, Any]]:
     """Result rows: ``busy.trainer`` and ``busy.engine`` (share of the wall time of the steps), ``tokens_per_s.rl``,
     ``episodes.FATE``, ``episodes.retried``, ``groups.STATE``, ``groups.dropped.REASON``, ``staleness.AGE`` (trained
-    episodes by age in steps), ``ledger.violations``."""
+    episodes by age in steps), ``ledger.violations``. Every fate and reason has its row, 0 included."""
     path = run_dir / "ledger.sqlite"
     if not path.exists():
         raise ServiceError(f"{path}: missing; give the run directory of an RL run")
@@ -33,11 +33,12 @@ def summary_rows(run_dir: Path) -> list[dict[str, Any]]:
         rows = [_row("busy.trainer", _total(records, "train_s") / wall_s, "fraction"),
                 _row("busy.engine", _total(records, "engine_busy_s") / wall_s, "fraction"),
                 _row("tokens_per_s.rl", _total(records, "tokens") / wall_s, "tokens/s")]
-    rows += [_row(f"episodes.{fate}", number, "episodes") for fate, number in sorted(counts.episodes.items())]
+    fates = dict.fromkeys(audit.FATES, 0) | counts.episodes
+    rows += [_row(f"episodes.{fate}", number, "episodes") for fate, number in sorted(fates.items())]
     rows.append(_row("episodes.retried", counts.retried, "episodes"))
     rows += [_row(f"groups.{state}", number, "groups") for state, number in sorted(counts.groups.items())]
-    rows += [_row(f"groups.dropped.{reason}", number, "groups")
-             for reason, number in sorted(counts.dropped_groups.items())]
+    reasons = dict.fromkeys(audit.DROP_REASONS, 0) | counts.dropped_groups
+    rows += [_row(f"groups.dropped.{reason}", number, "groups") for reason, number in sorted(reasons.items())]
     rows += [_row(f"staleness.{age}", number, "episodes") for age, number in sorted(staleness.items())]
     rows.append(_row("ledger.violations", len(violations), "invariants"))
     return rows

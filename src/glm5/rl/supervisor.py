@@ -6,11 +6,14 @@ main thread between other work, because the kernel ties the parent-death signal 
 ``tend`` never waits: a restart is a state (running → waiting → starting → running) that moves on at later calls.
 
 Restarts back off; a service that dies more than ``MAX_RESTARTS`` times within ``RESTART_WINDOW_S`` ends the run with
-one line. Services start in the given order and stop in the reverse one, so that intake stops before what it feeds on.
+one line. One that exits with 2 has said what the user must fix, a full disk for example, and ends the run at once. The
+port of a service stays reserved while it is down, so that it comes back at its URL. Services start in the given order
+and stop in the reverse one, so that intake stops before what it feeds on.
 """
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import threading
 import time
@@ -22,7 +25,7 @@ from typing import Literal
 import httpx
 
 from glm5.errors import ServiceError
-from glm5.process import bind, spawn, stop, wait_ready
+from glm5.process import last_line, reserve, spawn, stop, wait_ready
 
 PROBE_PERIOD_S = 1.0
 PROBE_TIMEOUT_S = 3.0
@@ -30,6 +33,8 @@ FAILED_PROBES = 3
 START_TIMEOUT_S = 90.0
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 300.0
+USER_ERROR = 2
+"""Exit code of the command line for what the user can fix."""
 _HOST = "127.0.0.1"
 
 
@@ -49,7 +54,7 @@ class ServiceSpec:
 @dataclass(slots=True, eq=False)
 class _Service:
     spec: ServiceSpec
-    port: int
+    port_holder: socket.socket
     state: Literal["starting", "running", "waiting"] = "waiting"
     process: subprocess.Popen[bytes] | None = None
     since: float = 0.0
@@ -62,6 +67,10 @@ class _Service:
     @property
     def url(self) -> str:
         return f"http://{_HOST}:{self.port}"
+
+    @property
+    def port(self) -> int:
+        return int(self.port_holder.getsockname()[1])
 
 
 class Supervisor:
@@ -83,13 +92,12 @@ class Supervisor:
         for service in reversed(self._services.values()):
             if service.process is not None:
                 stop(service.process)
+            service.port_holder.close()
         self._prober.join(timeout=2 * PROBE_TIMEOUT_S)
 
     def add(self, spec: ServiceSpec) -> str:
         """Start a service in a port of its own and return its URL at once; ``wait_until_ready`` waits for all."""
-        with bind(_HOST, 0) as listener:
-            port = int(listener.getsockname()[1])
-        service = _Service(spec, port)
+        service = _Service(spec, reserve(_HOST))
         self._services[spec.name] = service
         self._start(service)
         return service.url
@@ -103,7 +111,10 @@ class Supervisor:
                 self._enter(service, "running")
 
     def tend(self) -> None:
-        """Move every service on: notice deaths, restart what is due. Raises ServiceError when one dies too often."""
+        """Move every service on: notice deaths, restart what is due.
+
+        Raises ServiceError when one dies too often, or exits with 2: then a restart would fail in the same way.
+        """
         for service in self._services.values():
             if service.state == "waiting":
                 if time.monotonic() - service.since >= service.wait_s:
@@ -111,6 +122,10 @@ class Supervisor:
                 continue
             assert service.process is not None
             code = service.process.poll()
+            if code == USER_ERROR:
+                self._on_event("service_failed", service=service.spec.name)
+                said = last_line(self._log_file(service)).removeprefix("error: ")
+                raise ServiceError(f"{service.spec.name}: {said}")
             if code is not None:
                 self._mark_dead(service, f"exited with {code}")
             elif service.state == "running" and service.failed_probes >= FAILED_PROBES:

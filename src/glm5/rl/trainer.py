@@ -1,8 +1,8 @@
 """The trainer: leases batches from the ledger, steps, publishes weights, writes checkpoints.
 
-One step: lease → forward over packed samples with sparse attention → log-probs of the sampled tokens → double-sided
-mask loss → backward → clip → optimizer. Episodes keep running meanwhile: services are processes, weights are pushed by
-a thread. Indexers, MTP layer and router bias are frozen.
+One step: lease → forward over packed samples with sparse attention → log-probs of the sampled tokens → policy loss →
+backward → clip → optimizer. Episodes keep running meanwhile: services are processes, weights are pushed by a thread.
+Indexers, MTP layer and router bias are frozen.
 
 Order at a restart-critical point: the checkpoint with the batch ids is on disk before their batches are acked, and a
 version is in the ledger before an engine can sample with it. After a crash at any instruction the next start loads the
@@ -22,22 +22,24 @@ from typing import Any
 
 import torch
 
-from glm5.errors import CheckpointError, ConfigError, ServiceError
+from glm5.errors import ConfigError, ServiceError
 from glm5.model.checkpoint import load_model
-from glm5.model.config import ModelConfig
+from glm5.model.quantize.plan import trained_for
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.process import lock_directory
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
+from glm5.rl.kl import Mismatch
 from glm5.rl.launch.local import RolloutStack
 from glm5.rl.ledger import LeasedBatch, Ledger
-from glm5.rl.losses import Mismatch, double_sided_mask_loss
+from glm5.rl.losses import LOSSES, PolicyTokens
 from glm5.rl.packing import micro_batches
 from glm5.rl.push import WeightPusher
 from glm5.rl.supervisor import poll_until
 from glm5.rl.weights import WeightVersion, newest_version, publish, retain
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
 from glm5.tokenizer.bpe import load_tokenizer
+from glm5.tokenizer.fit import require_same_tokenizer
 from glm5.train.checkpoint import (
     TrainerState,
     final_checkpoint,
@@ -78,7 +80,7 @@ def run_rl(config: RLConfig, run_dir: Path, init_dir: Path | None = None) -> Pat
         _require_same_config(config, run_dir)
         return finished
     resolved = init_dir or resolve_init(config.init, run_dir)
-    _require_fit(resolved)
+    load_tokenizer(resolved)  # one that is missing or another model's is reported before anything is written
     with lock_directory(run_dir):
         return _train(config, run_dir, resolved)
 
@@ -103,15 +105,6 @@ def _require_same_config(config: RLConfig, run_dir: Path) -> None:
     if changed:
         raise ConfigError(f"{run_dir}: holds a finished run with another value of {changed[0]}; choose another run "
                           "directory or remove this one")
-
-
-def _require_fit(checkpoint: Path) -> None:
-    """The tokenizer must be the model's, before anything is written or started."""
-    tokenizer = load_tokenizer(checkpoint)
-    config = ModelConfig.from_json_file(checkpoint / "config.json")
-    if tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(f"{checkpoint}: the tokenizer has {tokenizer.vocab_size} ids, the model vocab_size="
-                              f"{config.vocab_size}; use the tokenizer that the model was trained with")
 
 
 def resolve_init(init: str, run_dir: Path) -> Path:
@@ -141,14 +134,16 @@ def policy_step(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, batch: Leased
     """One update on ``batch``; nothing changes when loss or gradient is not finite."""
     optimizer.zero_grad()
     mismatch = Mismatch()
+    policy_loss = LOSSES[config.loss.kind]
     loss = entropy = 0.0
     tokens = padded = 0
     for part in micro_batches(batch, config.max_tokens_per_microbatch):
         hidden_BTD = model.hidden(part.ids_BT, part.positions_BT, part.documents_BT, attention="sparse").hidden_BTD
         hidden_MD = hidden_BTD.flatten(0, 1)[part.predictors]
         logprobs = token_logprobs(hidden_MD, model.lm_head.weight, part.labels, config.temperature)
-        result = double_sided_mask_loss(logprobs, part.behaviour, part.advantages, part.coefficients,
-                                        eps_low=config.eps_low, eps_high=config.eps_high)
+        # one update per batch: the policy is still the old one while its gradient is taken
+        result = policy_loss(PolicyTokens(logprobs, logprobs.detach(), part.behaviour, part.advantages,
+                                          part.coefficients, part.samples), config.loss)
         torch.autograd.backward(result.loss)
         mismatch.add(result, part.staleness)
         loss += float(result.loss.detach())
@@ -172,8 +167,11 @@ class Trainer:
         self._log = RunLog(run_dir)
         self._log.write_config(config)
         start = latest_checkpoint(run_dir)
+        if start is not None:
+            require_same_tokenizer(start, init_dir)
         self._tokenizer_dir = init_dir
         self._model = load_model(start or init_dir, dtype=torch.float32)
+        self._model.config = trained_for(self._model.config, None)
         freeze(self._model)
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self.state = load_trainer_state(start, self._optimizer) if start else TrainerState()
@@ -253,7 +251,7 @@ class Trainer:
         stack.tend()
         while True:
             if self._ledger.ready_groups() >= self.config.groups_per_batch:
-                batch = self._ledger.lease(self.config.groups_per_batch, self.state.step)
+                batch = self._ledger.lease(self.config.groups_per_batch, self.state.step, self.config.advantage)
                 if batch is not None:
                     return batch
             if self._is_finished():

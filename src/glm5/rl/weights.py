@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm5.errors import WeightSyncError
-from glm5.runlog import write_atomic
+from glm5.runlog import remove_directory, temporary_path, write_atomic
 
 if TYPE_CHECKING:
     from glm5.model.transformer import GlmMoeDsaForCausalLM
 
 CANARY_TOKENS = 64
-_TEMPORARY = ".writing-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +56,7 @@ def publish(model: GlmMoeDsaForCausalLM, run_dir: Path, *, version: int, step: i
     from glm5.model.checkpoint import save_model
 
     target = version_directory(run_dir, version)
-    temporary = target.with_name(f"{_TEMPORARY}{os.getpid()}-{target.name}")
+    temporary = temporary_path(target)
     try:
         save_model(model, temporary, tokenizer_source=tokenizer_dir)
         ids, logprobs = score_canary(model)
@@ -113,11 +112,8 @@ def latest(run_dir: Path) -> WeightVersion | None:
 
 
 def newest_version(run_dir: Path) -> int:
-    """Largest version on disk, 0 when there is none. Removes what dead writers left."""
+    """Largest version on disk, 0 when there is none."""
     folder = run_dir / "weights"
-    for leftover in folder.glob(f"{_TEMPORARY}*"):
-        if int(leftover.name.removeprefix(_TEMPORARY).split("-")[0]) != os.getpid():
-            shutil.rmtree(leftover, ignore_errors=True)
     return max((int(path.name[1:]) for path in folder.glob("v*") if path.name[1:].isdigit()), default=0)
 
 
@@ -130,8 +126,7 @@ def retain(run_dir: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` versions; engines load only the newest, the others serve inspection."""
     directories = sorted(path for path in (run_dir / "weights").glob("v*") if path.name[1:].isdigit())
     for directory in directories[:-keep]:
-        (directory / "manifest.json").unlink(missing_ok=True)
-        shutil.rmtree(directory)
+        remove_directory(directory)
 
 
 def _hash_files(directory: Path) -> dict[str, str]:

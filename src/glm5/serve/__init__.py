@@ -1,1 +1,1 @@
-"""HTTP over the engine: the token-level protocol, the OpenAI API, metrics. Importing this layer loads no torch."""
+"""HTTP over the engine: the token-level protocol, the OpenAI and Anthropic APIs. Importing it loads no torch."""

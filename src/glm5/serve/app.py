@@ -1,79 +1,64 @@
-"""The HTTP server of an engine: token-level protocol, OpenAI API, health and metrics. Torch is loaded by ``serve``
-only.
+"""The HTTP server of an engine: token-level protocol, OpenAI and Anthropic APIs, health and metrics.
 
-Routes are plain Starlette endpoints: a call of the token protocol costs one parse, one submit and one dump. A client
-that disconnects, before or during a stream, aborts its request. Every error leaves in OpenAI's shape.
+Torch is loaded by ``serve`` only. Routes are plain Starlette endpoints: a call of the token protocol costs one parse,
+one submit and one dump. A client that disconnects, before or during a stream, aborts its request. A stream's status
+is sent with its first event, so a request that cannot start (queue full, deadline) gets an error status either way.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from glm5.engine.config import EngineConfig
 from glm5.engine.generation import Generation
-from glm5.errors import CheckpointError, Glm5Error
+from glm5.engine.grammar import Grammars
+from glm5.errors import Glm5Error
 from glm5.process import bind, serve_app
-from glm5.serve.answer import TextRequest
+from glm5.records import SamplingParams
+from glm5.serve.answer import Format, Run, answer_events, answer_whole
+from glm5.serve.anthropic import count_tokens, parse_message
+from glm5.serve.chat import parse_chat
+from glm5.serve.completions import parse_completion
+from glm5.serve.config import ServeConfig
+from glm5.serve.connection import deadline_protocol
+from glm5.serve.events import CLIENT_GONE, open_stream, token_events, unless_gone
+from glm5.serve.front import Front, error_response
+from glm5.serve.memory import Remembered, ResponseMemory
 from glm5.serve.metrics import Metrics
-from glm5.serve.openai import answer_events, answer_whole, parse_chat, parse_completion
-from glm5.serve.protocol import ApiError, field, parse_generate, read_json, to_api_error
+from glm5.serve.openapi import docs_page, openapi
+from glm5.serve.protocol import ApiError, dump, field, parse_generate, read_json, to_api_error
+from glm5.serve.responses import parse_response
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:  # the engine module loads torch
     from glm5.engine.engine import Engine
 
-T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 _PING_S = 10.0
-_CLIENT_GONE = 499
-
-
-class EventStream(Response):
-    """Server-sent events; the source is closed as soon as the client disconnects."""
-
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the source ends or the client leaves."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _unless_gone(receive, self._send_all(send))
-
-    async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            try:
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            except Glm5Error as error:  # the status has been sent; the event carries the error
-                await send(
-                    {"type": "http.response.body", "body": _event(to_api_error(error).body()), "more_body": True}
-                )
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Api:
     """Endpoints over one engine."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_name: str) -> None:
-        self._engine, self._tokenizer, self._model_name = engine, tokenizer, model_name
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_name: str, config: ServeConfig) -> None:
+        self._engine, self._tokenizer, self._model_name, self._config = engine, tokenizer, model_name, config
         self._created = int(time.time())
+        self._memory = ResponseMemory(config.response_memory_bytes)
         self.metrics = Metrics()
 
     def routes(self) -> list[Route]:
@@ -88,23 +73,34 @@ class Api:
             ("GET", "/get_model_info", self.model_info),
             ("GET", "/stats", self.stats),
             ("GET", "/metrics", self.metrics_page),
+            ("GET", "/openapi.json", self.openapi),
+            ("GET", "/docs", self.docs),
             ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{model_id:path}", self.model),
             ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/responses", self.responses),
+            ("GET", "/v1/responses/{response_id}", self.recall_response),
+            ("DELETE", "/v1/responses/{response_id}", self.forget_response),
+            ("POST", "/v1/embeddings", self.embeddings),
+            ("POST", "/v1/messages", self.messages),
+            ("POST", "/v1/messages/count_tokens", self.count_tokens),
         ]
         return [Route(path, endpoint, methods=[method]) for method, path, endpoint in table]
 
     async def generate(self, request: Request) -> Response:
         """Ids in, ids, log-probs and weight versions out."""
-        wanted = parse_generate(await read_json(request))
-        generation = self._engine.submit(
+        wanted = parse_generate(await self._read(request))
+        generation = await self._submit(
             wanted.ids, wanted.params, session_id=wanted.session_id, prompt_logprobs=wanted.wants_prompt_logprobs
         )
+        request.state.sequences = [generation.sequence]
+        timeout_s = self._config.request_timeout_s
         if wanted.stream:
-            return EventStream(_token_events(generation))
-        done = await _unless_gone(request.receive, generation.wait())
+            return await open_stream(request, token_events(generation, timeout_s))
+        done = await unless_gone(request.receive, generation.wait(timeout_s))
         if done is None:
-            return Response(status_code=_CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
         body: dict[str, Any] = {
             "output_ids": done.output_ids,
             "weight_versions": done.weight_versions,
@@ -114,17 +110,17 @@ class Api:
         }
         if wanted.wants_logprobs:
             body["logprobs"] = done.logprobs
+        if wanted.params.top_logprobs:
+            body["top_logprobs"] = generation.sequence.top_logprobs
         if wanted.wants_prompt_logprobs:
             body["prompt_logprobs"] = done.prompt_logprobs
         return _json(body)
 
     async def update_weights(self, request: Request) -> Response:
         """Swap weights; a checkpoint that cannot be used answers 400 and changes nothing."""
-        data = await read_json(request)
-        directory, version = (
-            field(data, "model_path", str, required=True),
-            field(data, "weight_version", int, required=True),
-        )
+        data = await self._read(request)
+        directory = field(data, "model_path", str, required=True)
+        version = field(data, "weight_version", int, required=True)
         outcome = await asyncio.to_thread(self._engine.update_weights, directory, version)
         return _json(asdict(outcome), 200 if outcome.success else 400)
 
@@ -166,78 +162,161 @@ class Api:
         """Counters and load for Prometheus."""
         return PlainTextResponse(self.metrics.render(self._engine.stats()), media_type="text/plain; version=0.0.4")
 
+    async def openapi(self, request: Request) -> Response:
+        """The OpenAPI description of this server."""
+        return _json(openapi(self._model_name))
+
+    async def docs(self, request: Request) -> Response:
+        """The same for people."""
+        return HTMLResponse(docs_page(openapi(self._model_name)))
+
     async def models(self, request: Request) -> Response:
-        """The one model, in OpenAI's form."""
-        model = {
+        """The one model; the fields of both OpenAI's and Anthropic's lists."""
+        model = self._model()
+        page = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
+        return _json({"object": "list", "data": [model], **page})
+
+    async def model(self, request: Request) -> Response:
+        """One model by its name."""
+        name = request.path_params["model_id"]
+        if name != self._model_name:
+            raise ApiError(404, f"The model `{name}` does not exist", "model_not_found", "model")
+        return _json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
             "id": self._model_name,
             "object": "model",
             "created": self._created,
             "owned_by": "glm5",
             "max_model_len": self._engine.max_context,
+            "type": "model",
+            "display_name": self._model_name,
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created)),
         }
-        return _json({"object": "list", "data": [model]})
 
     async def chat(self, request: Request) -> Response:
         """OpenAI chat completions."""
-        data = await read_json(request)
-        return await self._answer(
-            request, parse_chat(data, self._tokenizer, self._model_name, self._engine.max_context)
-        )
+        data = await self._read(request)
+        form = parse_chat(data, self._tokenizer, self._model_name, self._engine.max_context)
+        return await self._answer(request, form)
 
     async def completions(self, request: Request) -> Response:
         """OpenAI completions."""
-        data = await read_json(request)
+        data = await self._read(request)
         return await self._answer(request, parse_completion(data, self._tokenizer, self._model_name))
 
-    async def _answer(self, request: Request, wanted: TextRequest) -> Response:
-        generation = self._engine.submit(wanted.ids, wanted.params, session_id=wanted.session_id)
+    async def responses(self, request: Request) -> Response:
+        """OpenAI responses."""
+        data = await self._read(request)
+        owner = _owner(request)
+
+        def recall(response_id: str) -> Remembered | None:
+            return self._memory.recall(owner, response_id)
+
+        def remember(response: Remembered) -> None:
+            self._memory.remember(owner, response)
+
+        context = self._engine.max_context
+        form = parse_response(data, self._tokenizer, self._model_name, context, recall, remember)
+        return await self._answer(request, form)
+
+    async def recall_response(self, request: Request) -> Response:
+        """A stored response."""
+        response_id = request.path_params["response_id"]
+        found = self._memory.recall(_owner(request), response_id)
+        if found is None:
+            raise _not_stored(response_id)
+        return _json(found.body)
+
+    async def forget_response(self, request: Request) -> Response:
+        """Delete a stored response."""
+        response_id = request.path_params["response_id"]
+        if not self._memory.forget(_owner(request), response_id):
+            raise _not_stored(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    async def embeddings(self, request: Request) -> Response:
+        """Refused: the models of this family have no embedding head."""
+        raise ApiError(
+            400, f"The model `{self._model_name}` does not do embeddings; use another", "unsupported", "model"
+        )
+
+    async def messages(self, request: Request) -> Response:
+        """Anthropic messages."""
+        data = await self._read(request)
+        return await self._answer(request, parse_message(data, self._tokenizer, self._model_name))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Length of the prompt that a message request would have."""
+        data = await self._read(request)
+        return _json(count_tokens(data, self._tokenizer, self._model_name))
+
+    async def _read(self, request: Request) -> dict[str, Any]:
+        return await read_json(request, self._config.max_body_bytes, self._config.body_timeout_s)
+
+    async def _submit(self, ids: list[int], params: SamplingParams, **rest: Any) -> Generation:
+        """Queue a request; a grammar is compiled outside of the event loop."""
+        if params.grammar is None:
+            return self._engine.submit(ids, params, **rest)
+        return await asyncio.to_thread(self._engine.submit, ids, params, **rest)
+
+    async def _answer(self, request: Request, form: Format) -> Response:
+        wanted = form.request
+        run = Run(wanted, self._tokenizer, await self._start(form), self._config.request_timeout_s)
+        request.state.sequences = run.sequences
         if wanted.stream:
-            return EventStream(_guarded(answer_events(wanted, self._tokenizer, generation), generation))
-        body = await _unless_gone(request.receive, answer_whole(wanted, self._tokenizer, generation))
-        return Response(status_code=_CLIENT_GONE) if body is None else _json(body)
+            return await open_stream(request, answer_events(form, run))
+        body = await unless_gone(request.receive, answer_whole(form, run))
+        return Response(status_code=CLIENT_GONE) if body is None else _json(body)
 
-
-class _Meter:
-    """ASGI layer that times requests by route."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
-        self._app, self._metrics, self._paths = app, metrics, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status, start = 500, time.perf_counter()
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+    async def _start(self, form: Format) -> list[Generation]:
+        """One generation for each answer; all or none."""
+        generations: list[Generation] = []
         try:
-            await self._app(scope, receive, send_and_note)
-        finally:
-            path = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.observe(path, status, time.perf_counter() - start)
+            for ids in form.request.prompts:
+                for number in range(form.request.n):
+                    params = form.request.nth_params(number)
+                    generations.append(await self._submit(ids, params, session_id=form.request.session_id))
+        except BaseException:
+            for generation in generations:
+                generation.abort()
+            raise
+        return generations
 
 
-def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str) -> ASGIApp:
-    """The ASGI application over ``engine``, which it closes at shutdown."""
-    api = Api(engine, tokenizer, model_name)
+def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str, config: ServeConfig | None = None) -> ASGIApp:
+    """The ASGI application over ``engine``, which it closes at shutdown. Raises ServiceError for a bad access log."""
+    config = config or ServeConfig()
+    api = Api(engine, tokenizer, model_name, config)
     routes = api.routes()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(engine.close)
+        front.close()
 
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
-        exception_handlers={Glm5Error: _on_error, HTTPException: _on_http_error, Exception: _on_defect},
+        exception_handlers={
+            Glm5Error: _on_error,
+            HTTPException: _on_http_error,
+            RecursionError: _on_recursion,
+            Exception: _on_defect,
+        },
     )
-    return _Meter(app, api.metrics, frozenset(route.path for route in routes))
+    front = Front(app, config, api.metrics, [route.path for route in routes])
+    if not config.cors_origins:
+        return front
+    return CORSMiddleware(
+        front,
+        allow_origins=config.cors_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
 
 
 def serve(
@@ -247,8 +326,10 @@ def serve(
     ready_file: Path | None = None,
     engine_config: EngineConfig | None = None,
     weight_version: int = 0,
+    config: ServeConfig | None = None,
 ) -> None:
     """Serve the checkpoint in ``directory`` until SIGTERM. Raises CheckpointError, or ServiceError for a taken port."""
+    config = config or ServeConfig()
     if port:
         bind(host, port).close()  # a taken port is reported before torch and the weights are loaded
     from glm5.engine.engine import Engine
@@ -258,90 +339,46 @@ def serve(
     sys.setswitchinterval(0.0003)
     path = Path(directory)
     tokenizer = load_tokenizer(path)
-    engine = Engine.from_directory(path, tokenizer.stop_ids, engine_config, weight_version)
+    engine = Engine.from_directory(path, tokenizer.stop_ids, engine_config, weight_version, Grammars(tokenizer))
     try:
-        check_vocabulary(tokenizer, engine.vocab_size, path)
-        serve_app(build_app(engine, tokenizer, path.resolve().name), host, port, ready_file)
+        app = build_app(engine, tokenizer, path.resolve().name, config)
+        protocol = deadline_protocol(config.header_timeout_s)
+        serve_app(app, host, port, ready_file, grace_s=config.shutdown_timeout_s, protocol=protocol)
     finally:
         engine.close()
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, directory: Path) -> None:
-    """Raises CheckpointError when the model has fewer embedding rows than the tokenizer has ids."""
-    if tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, the model only {vocab_size} rows; "
-            "put the model's own tokenizer.json there"
-        )
+def _owner(request: Request) -> str:
+    """Whose stored responses a request may see: those of its key."""
+    return str(request.scope["state"].get("owner", ""))
 
 
-async def _token_events(generation: Generation) -> AsyncIterator[bytes]:
-    """Events of a streaming ``/generate``."""
-    async with aclosing(generation.stream()) as chunks:
-        async for chunk in chunks:
-            yield _event(
-                {
-                    "output_ids": chunk.output_ids,
-                    "logprobs": chunk.logprobs,
-                    "weight_versions": chunk.weight_versions,
-                    "finish_reason": chunk.finish_reason,
-                }
-            )
-    yield b"data: [DONE]\n\n"
-
-
-async def _guarded(events: AsyncIterator[bytes], generation: Generation) -> AsyncIterator[bytes]:
-    """``events``, aborting the generation even when the reader leaves before the first one."""
-    try:
-        async with aclosing(events) as source:
-            async for event in source:
-                yield event
-    finally:
-        generation.abort()
-
-
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Result of ``work``; None, with ``work`` cancelled, when the client disconnects first."""
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return None
-    finally:
-        watcher.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
+def _not_stored(response_id: str) -> ApiError:
+    return ApiError(404, f"Response {response_id!r} is not stored (any more)", "response_not_found", "response_id")
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, Glm5Error)
-    api_error = to_api_error(error)
-    return _json(api_error.body(), api_error.status)
+    return error_response(to_api_error(error), request.url.path)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    return _json(ApiError(error.status_code, message, code).body(), error.status_code)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    response = error_response(ApiError(error.status_code, message, code), request.url.path)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_recursion(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(400, "body: nested too deeply; flatten it", "invalid_json"), request.url.path)
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return _json(
-        ApiError(500, f"internal error ({type(error).__name__}); see the server's log", "internal_error").body(), 500
-    )
+    message = f"internal error ({type(error).__name__}); see the server's log"
+    return error_response(ApiError(500, message, "internal_error"), request.url.path)
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:
-    return Response(json.dumps(body, ensure_ascii=False), status, media_type="application/json")
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+    return Response(dump(body), status, media_type="application/json")

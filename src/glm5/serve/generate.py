@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -99,26 +99,28 @@ def open_target(target: str | Path) -> Iterator[Target]:
         with httpx.Client(base_url=str(target).rstrip("/").removesuffix("/v1"), timeout=timeout) as client:
             yield _Remote(client)
         return
-    from glm5.engine.engine import Engine
-    from glm5.serve.app import check_vocabulary
     from glm5.tokenizer.bpe import load_tokenizer
 
-    tokenizer = load_tokenizer(target)
+    tokenizer = load_tokenizer(target)  # what is wrong with it is said before torch is loaded
+    from glm5.engine.engine import Engine
+
     with (
         Engine.from_directory(target, tokenizer.stop_ids, EngineConfig(max_slots=1)) as engine,
         asyncio.Runner() as runner,
     ):
-        check_vocabulary(tokenizer, engine.vocab_size, Path(target))
 
-        def start(path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-            from glm5.serve.openai import answer_events, parse_chat, parse_completion
+        def start(path: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+            from glm5.serve.answer import Format, Run, answer_events
+            from glm5.serve.chat import parse_chat
+            from glm5.serve.completions import parse_completion
 
-            wanted = (
+            form: Format = (
                 parse_chat(body, tokenizer, "local", engine.max_context)
                 if path.endswith("chat/completions")
                 else parse_completion(body, tokenizer, "local")
             )
-            return answer_events(wanted, tokenizer, engine.submit(wanted.ids, wanted.params))
+            generation = engine.submit(form.request.prompts[0], form.request.params)
+            return answer_events(form, Run(form.request, tokenizer, [generation]))
 
         yield _Local(start, runner)
 
@@ -126,13 +128,16 @@ def open_target(target: str | Path) -> Iterator[Target]:
 class _Local:
     """An engine in this process."""
 
-    def __init__(self, start: Callable[[str, dict[str, Any]], AsyncIterator[bytes]], runner: asyncio.Runner) -> None:
+    def __init__(
+        self, start: Callable[[str, dict[str, Any]], AsyncGenerator[bytes, None]], runner: asyncio.Runner
+    ) -> None:
         self._start, self._runner = start, runner
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         stream = self._start(path, {**body, "model": "local", "stream": True})
         while (event := self._runner.run(_next(stream))) is not None:
-            yield from _decode(event.decode())
+            for line in event.decode().split("\n"):
+                yield from _decode(line)
 
 
 class _Remote:
@@ -158,7 +163,7 @@ class _Remote:
             ) from None
 
 
-async def _next(stream: AsyncIterator[bytes]) -> bytes | None:
+async def _next(stream: AsyncGenerator[bytes, None]) -> bytes | None:
     return await anext(stream, None)
 
 

@@ -29,20 +29,47 @@ _GAUGES = {
 }
 
 
-class Metrics:
-    """Requests by path and status, and their durations. Used from one event loop."""
+class _Histogram:
+    """Durations by route."""
 
-    def __init__(self) -> None:
-        self._requests: dict[tuple[str, int], int] = defaultdict(int)
+    def __init__(self, name: str, meaning: str) -> None:
+        self._name, self._meaning = name, meaning
         self._buckets: dict[str, list[int]] = {}
         self._seconds: dict[str, float] = defaultdict(float)
 
-    def observe(self, path: str, status: int, seconds: float) -> None:
-        """One request to the route ``path`` ended with ``status`` after ``seconds``."""
-        self._requests[path, status] += 1
+    def observe(self, path: str, seconds: float) -> None:
         self._seconds[path] += seconds
         buckets = self._buckets.setdefault(path, [0] * (len(_BOUNDS_S) + 1))
         buckets[bisect_left(_BOUNDS_S, seconds)] += 1
+
+    def lines(self) -> list[str]:
+        lines = [f"# HELP {self._name} {self._meaning}", f"# TYPE {self._name} histogram"]
+        for path, buckets in sorted(self._buckets.items()):
+            total = 0
+            for bound, count in zip((*_BOUNDS_S, "+Inf"), buckets, strict=True):
+                total += count
+                lines.append(f'{self._name}_bucket{{path="{path}",le="{bound}"}} {total}')
+            lines.append(f'{self._name}_sum{{path="{path}"}} {self._seconds[path]:g}')
+            lines.append(f'{self._name}_count{{path="{path}"}} {total}')
+        return lines
+
+
+class Metrics:
+    """Requests by path and status, their durations, and those in flight. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        """Generating requests that are not answered yet."""
+        self._requests: dict[tuple[str, int], int] = defaultdict(int)
+        self._whole = _Histogram("glm5_http_request_seconds", "duration of requests")
+        self._first_byte = _Histogram("glm5_http_first_byte_seconds", "time to the first byte of the answer's body")
+
+    def observe(self, path: str, status: int, seconds: float, first_byte_s: float | None) -> None:
+        """One request to the route ``path`` ended with ``status`` after ``seconds``."""
+        self._requests[path, status] += 1
+        self._whole.observe(path, seconds)
+        if first_byte_s is not None:
+            self._first_byte.observe(path, first_byte_s)
 
     def render(self, stats: EngineStats) -> str:
         """The page."""
@@ -53,6 +80,9 @@ class Metrics:
                 full = f"glm5_{name}_total" if kind == "counter" else f"glm5_{name}"
                 lines += [f"# HELP {full} {meaning}", f"# TYPE {full} {kind}", f"{full} {float(values[name]):g}"]
         lines += [
+            "# HELP glm5_http_in_flight generating requests that are not answered yet",
+            "# TYPE glm5_http_in_flight gauge",
+            f"glm5_http_in_flight {self.in_flight}",
             "# HELP glm5_http_requests_total requests by route and status",
             "# TYPE glm5_http_requests_total counter",
         ]
@@ -60,12 +90,4 @@ class Metrics:
             f'glm5_http_requests_total{{path="{path}",status="{status}"}} {count}'
             for (path, status), count in sorted(self._requests.items())
         ]
-        lines += ["# HELP glm5_http_request_seconds duration of requests", "# TYPE glm5_http_request_seconds histogram"]
-        for path, buckets in sorted(self._buckets.items()):
-            total = 0
-            for bound, count in zip((*_BOUNDS_S, "+Inf"), buckets, strict=True):
-                total += count
-                lines.append(f'glm5_http_request_seconds_bucket{{path="{path}",le="{bound}"}} {total}')
-            lines.append(f'glm5_http_request_seconds_sum{{path="{path}"}} {self._seconds[path]:g}')
-            lines.append(f'glm5_http_request_seconds_count{{path="{path}"}} {total}')
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *self._whole.lines(), *self._first_byte.lines()]) + "\n"

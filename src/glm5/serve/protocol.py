@@ -1,24 +1,47 @@
 """What comes in over HTTP and how it is refused. Free of torch.
 
-Bodies are read with a size limit and checked field by field by hand: on the path of reinforcement learning every
-model call passes here, and a schema library would cost more than the sampling. Unknown keys are ignored, as OpenAI
-does; a known key of the wrong type is a 400 that names it. Every error has OpenAI's shape: ``{"error": {"message",
-"type", "param", "code"}}``.
+Bodies are read with a size limit and a deadline, and checked field by field by hand: on the path of reinforcement
+learning every model call passes here, and a schema library would cost more than the sampling. Unknown keys are
+ignored, as OpenAI does; a known key of the wrong type is a 400 that names it. An error has the shape of the API that
+was called: ``{"error": {"message", "type", "param", "code"}}`` for OpenAI's and everything else, ``{"type": "error",
+"error": {"type", "message"}}`` for Anthropic's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 
-from glm5.engine.requests import ContextLengthError, EngineClosedError, InvalidRequestError, QueueFullError
+from glm5.engine.requests import (
+    ContextLengthError,
+    DeadlineError,
+    EngineClosedError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from glm5.errors import DataError, EngineError, Glm5Error
 from glm5.records import SamplingParams
 
-MAX_BODY_BYTES = 16 << 20
+RETRY_AFTER_S = 1
+"""What a client is told to wait when the server is full."""
+_ANTHROPIC_PATHS = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ApiError(EngineError):
@@ -28,10 +51,18 @@ class ApiError(EngineError):
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
 
-    def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+    def body(self, path: str) -> dict[str, Any]:
+        """The JSON of the answer to a request of ``path``."""
+        if path.startswith(_ANTHROPIC_PATHS):
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+            return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        kind = _OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        return {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
 def to_api_error(error: Glm5Error) -> ApiError:
@@ -44,27 +75,57 @@ def to_api_error(error: Glm5Error) -> ApiError:
         return ApiError(400, str(error), "invalid_request")
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), "queue_full")
+    if isinstance(error, DeadlineError):
+        return ApiError(504, str(error), "deadline_exceeded")
     if isinstance(error, EngineClosedError):
         return ApiError(503, str(error), "shutting_down")
     return ApiError(500, str(error), "engine_error")
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body as a JSON object. Raises ApiError 400 when it is not one, 413 when it is too large."""
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, f"body: larger than {MAX_BODY_BYTES} bytes; send less", "body_too_large")
-        parts.append(part)
+def dump(body: Any) -> bytes:
+    """``body`` as one line of JSON.
+
+    A lone surrogate, which has no UTF-8 form, is written as its escape, and so are the characters beyond ASCII at
+    which some readers of event streams end a line.
+    """
+    text = json.dumps(body, ensure_ascii=False)
+    for character, escape in _LINE_ENDS.items():
+        text = text.replace(character, escape)
+    return text.encode("utf-8", "backslashreplace")
+
+
+_LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+async def read_json(request: Request, max_bytes: int, timeout_s: float) -> dict[str, Any]:
+    """The body as a JSON object. Raises ApiError 400 when it is not one, 413 when it is too large, 408 when it takes
+    longer than ``timeout_s``."""
     try:
-        data = json.loads(b"".join(parts), parse_constant=_refuse_constant)
+        async with asyncio.timeout(timeout_s):
+            body = await _read(request, max_bytes)
+    except TimeoutError:
+        raise ApiError(408, f"body: not complete after {timeout_s:g} s; send it faster", "body_timeout") from None
+    try:
+        data = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"body: not valid JSON ({error}); send a JSON object", "invalid_json") from None
     if not isinstance(data, dict):
         raise ApiError(400, f"body: got {_kind(data)}, expected a JSON object", "invalid_json")
     return data
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_large = ApiError(413, f"body: larger than {max_bytes} bytes; send less", "body_too_large")
+    if int(request.headers.get("content-length") or 0) > max_bytes:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
 
 
 def field(
@@ -79,7 +140,7 @@ def field(
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if isinstance(value, bool) and bool not in kinds:
         raise _wrong_type(name, value, kinds)
-    if float in kinds and isinstance(value, int):
+    if float in kinds and isinstance(value, int | float):
         return _finite(name, value)
     if not isinstance(value, kinds):
         raise _wrong_type(name, value, kinds)
@@ -115,31 +176,67 @@ def parse_generate(data: dict[str, Any]) -> GenerateRequest:
 
 def parse_sampling(data: dict[str, Any]) -> SamplingParams:
     """``sampling_params`` of the token protocol; an unknown name is refused, since it would change what is sampled."""
-    known = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "seed")
     for name in data:
-        if name not in known:
+        if name not in _TOKEN_FIELDS:
             raise ApiError(
-                400, f"sampling_params.{name}: unknown; known names: {', '.join(known)}", "invalid_request", name
+                400,
+                f"sampling_params.{name}: unknown; known names: {', '.join(_TOKEN_FIELDS)}",
+                "invalid_request",
+                name,
             )
-    defaults = SamplingParams()
     stop_ids = field(data, "stop_token_ids", list)
     if stop_ids is not None and not all(type(item) is int for item in stop_ids):
         raise ApiError(400, "stop_token_ids: expected a list of integers", "invalid_request", "stop_token_ids")
-    return SamplingParams(
-        temperature=field(data, "temperature", float, defaults.temperature),
-        top_p=field(data, "top_p", float, defaults.top_p),
-        top_k=field(data, "top_k", int, defaults.top_k),
-        max_new_tokens=field(data, "max_new_tokens", int, defaults.max_new_tokens),
+    return sampling(
+        data,
+        max_new_tokens=field(data, "max_new_tokens", int, SamplingParams().max_new_tokens),
         stop_token_ids=None if stop_ids is None else tuple(stop_ids),
-        seed=field(data, "seed", int),
+        top_logprobs=field(data, "top_logprobs", int, 0),
+        grammar=field(data, "grammar", str),
     )
 
 
-def _finite(name: str, value: int) -> float:
+_COMMON_FIELDS: dict[str, type] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "seed": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+}
+_TOKEN_FIELDS = (*_COMMON_FIELDS, "logit_bias", "max_new_tokens", "stop_token_ids", "top_logprobs", "grammar")
+
+
+def sampling(data: dict[str, Any], **rest: Any) -> SamplingParams:
+    """The fields that have one name in every dialect, read from ``data``, and ``rest``. The engine checks ranges."""
+    values = {name: field(data, name, kind) for name, kind in _COMMON_FIELDS.items()}
+    given = {name: value for name, value in values.items() if value is not None}
+    return SamplingParams(**given, logit_bias=_logit_bias(field(data, "logit_bias", dict, {})), **rest)
+
+
+def _logit_bias(data: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    """Bias by id; JSON keys are text."""
+    pairs = []
+    for key, value in data.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 9:
+            raise ApiError(400, f"logit_bias: got key {key!r}, expected a token id", "invalid_request", "logit_bias")
+        bias = field({"logit_bias": value}, "logit_bias", float, required=True)
+        if not -100 <= bias <= 100:
+            raise ApiError(400, f"logit_bias: got {bias}, expected -100 to 100", "invalid_request", "logit_bias")
+        pairs.append((int(key), bias))
+    return tuple(pairs)
+
+
+def _finite(name: str, value: float) -> float:
     try:
-        return float(value)
+        number = float(value)
     except OverflowError:
-        raise ApiError(400, f"{name}: the number is too large; correct it", "invalid_request", name) from None
+        number = math.inf
+    if not math.isfinite(number):  # 1e999 is read as infinity
+        raise ApiError(400, f"{name}: the number is too large; correct it", "invalid_request", name)
+    return number
 
 
 def _refuse_constant(text: str) -> float:

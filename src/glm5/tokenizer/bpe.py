@@ -26,6 +26,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from glm5.errors import CheckpointError, ConfigError, DataError
+from glm5.runlog import tracked, write_atomic
 from glm5.tokenizer.chat import (
     CLOSING_ROLES,
     PREFIX,
@@ -36,6 +37,7 @@ from glm5.tokenizer.chat import (
     conversation_segments,
     generation_prompt,
 )
+from glm5.tokenizer.fit import TOKENIZER_FILE, require_fit
 from glm5.tokenizer.parse import ParsedMessage, StreamParser, parse_message
 
 END_OF_TEXT = "<|endoftext|>"
@@ -127,7 +129,7 @@ class Tokenizer:
 
         Raises CheckpointError when the file is missing, malformed or lacks a special token.
         """
-        file = Path(path) / "tokenizer.json"
+        file = Path(path) / TOKENIZER_FILE
         try:
             text = file.read_text(encoding="utf-8")
         except OSError as error:
@@ -144,7 +146,6 @@ class Tokenizer:
         """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` into directory ``path``."""
         directory = Path(path)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "tokenizer.json").write_text(self._encoder.to_str(pretty=True), encoding="utf-8")
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": END_OF_TEXT,
@@ -153,9 +154,10 @@ class Tokenizer:
             "clean_up_tokenization_spaces": False,
             "model_input_names": ["input_ids", "attention_mask"],
         }
-        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_atomic(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
         template = resources.files("glm5.tokenizer").joinpath("chat_template.jinja").read_text(encoding="utf-8")
-        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+        write_atomic(directory / "chat_template.jinja", template)
+        write_atomic(directory / TOKENIZER_FILE, self.to_json())
 
     @property
     def vocab_size(self) -> int:
@@ -276,8 +278,13 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Tokenizer of a checkpoint directory. Raises CheckpointError when it is missing or lacks a special token."""
-    return Tokenizer.from_directory(directory)
+    """Tokenizer of a checkpoint directory, made sure to belong to the model there (see ``glm5.tokenizer.fit``).
+
+    Raises CheckpointError when it is missing, lacks a special token, or is not the model's.
+    """
+    tokenizer = Tokenizer.from_directory(directory)
+    require_fit(Path(directory), tokenizer.vocab_size, tokenizer.stop_ids, tokenizer.pad_id)
+    return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -291,14 +298,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"vocab_size={vocab_size}: 256 bytes and {len(SPECIAL_TOKENS)} special tokens need {SMALLEST_VOCABULARY}; "
             "raise it"
         )
-    seen_text = False
-
-    def cleaned() -> Iterable[str]:
-        nonlocal seen_text
-        for text in texts:
-            seen_text = seen_text or bool(text)
-            yield _without_surrogates(text)
-
+    corpus = list(texts)
+    if not any(corpus):
+        raise DataError("tokenizer corpus: no text; name a source that has some")
     encoder = tokenizers.Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -310,9 +312,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    encoder.train_from_iterator(cleaned(), trainer)
-    if not seen_text:
-        raise DataError("tokenizer corpus: no text; name a source that has some")
+    encoder.train_from_iterator(map(_without_surrogates, tracked(corpus, "tokenizer", "characters", len)), trainer)
     encoder.add_tokens(
         [AddedToken(name, special=name in CONTROL_TOKENS, normalized=False) for name in SPECIAL_TOKENS]
     )

@@ -22,6 +22,7 @@ parts as Python literals). The role ``developer`` is read as ``system``.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,14 @@ def call_arguments(arguments: Any, where: str = "arguments") -> dict[str, Any]:
     return dict(arguments)
 
 
+def is_erroneous(message: Message, where: str) -> bool:
+    """Whether an assistant message is marked ``"erroneous": true``: it stays in the context and is not trained."""
+    marked = message.get("erroneous", False)
+    if not isinstance(marked, bool):
+        raise DataError(f"{where}.erroneous: got {marked!r}; expected true or false")
+    return marked
+
+
 def _message_segments(messages: Sequence[Message], clear_thinking: bool | None) -> Iterator[Segment]:
     roles = [message.get("role") for message in messages]
     last_user = max((index for index, role in enumerate(roles) if role == "user"), default=-1)
@@ -124,18 +133,21 @@ def _message_segments(messages: Sequence[Message], clear_thinking: bool | None) 
         role = roles[index]
         previous = roles[index - 1] if index else None
         where = f"messages[{index}]"
+        after_good_turn = previous == "assistant" and not is_erroneous(messages[index - 1], f"messages[{index - 1}]")
         if role == "assistant":
             keeps_reasoning = clear_thinking is False or index > last_user
-            yield from _assistant_segments(message, keeps_reasoning, where)
+            erroneous = is_erroneous(message, where)
+            for segment in _assistant_segments(message, keeps_reasoning, where):
+                yield dataclasses.replace(segment, trained=False) if erroneous else segment
         elif role == "tool":
             if previous != "tool":
-                yield Segment("<|observation|>", special=True, trained=previous == "assistant")
+                yield Segment("<|observation|>", special=True, trained=after_good_turn)
             yield Segment("<tool_response>", special=True)
             yield Segment(text_of(message.get("content"), f"{where}.content"), special=False)
             yield Segment("</tool_response>", special=True)
         elif role in _ROLE_TOKENS:
             token = _ROLE_TOKENS[role]
-            closes_turn = previous == "assistant" and token in CLOSING_ROLES
+            closes_turn = after_good_turn and token in CLOSING_ROLES
             yield Segment(token, special=True, trained=closes_turn)
             yield Segment(text_of(message.get("content"), f"{where}.content"), special=False)
         else:

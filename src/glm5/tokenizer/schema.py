@@ -89,7 +89,8 @@ def _types_of(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str
         return frozenset().union(*(_type_names(value) for value in schema["enum"]))
     if "const" in schema:
         return _type_names(schema["const"])
-    options = [option for key in ("anyOf", "oneOf", "allOf") for option in schema.get(key) or ()]
+    unions = [schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)]
+    options = [option for union in unions for option in union]
     return frozenset().union(*(_types_of(option, root, depth + 1) for option in options))
 
 

@@ -5,16 +5,14 @@ and the random-number state), ``trainer/state.json`` (counters, data position, b
 
 Invariants: a directory is written under a temporary name, flushed to disk with ``meta.json`` last, and renamed whole,
 so that a directory with its final name and ``meta.json`` is complete whatever happened; a failed write leaves nothing
-behind; temporaries of dead processes are removed by the next reader. ``format`` is an integer: a newer one is refused,
-an older one would be migrated here. ``<run>/final.json`` names the checkpoint that a finished run hands on.
+behind; what a killed process leaves, ``glm5.runlog.remove_leftovers`` removes. ``format`` is an integer: a newer one is
+refused, an older one would be migrated here. ``<run>/final.json`` names the checkpoint that a finished run hands on.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,12 +28,12 @@ import glm5
 from glm5.errors import CheckpointError
 from glm5.model.checkpoint import save_model
 from glm5.model.transformer import GlmMoeDsaForCausalLM
-from glm5.runlog import write_atomic
+from glm5.runlog import flush_to_disk, remove_directory, replace_directory, temporary_path, write_atomic
+from glm5.tokenizer.fit import tokenizer_sha256
 from glm5.train.optimizers import Optimizer
 
 FORMAT = 1
 _RNG = "rng.torch"
-_TEMPORARY = "writing-"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +47,11 @@ class TrainerState:
     data_step: int = 0
     """Position in the data: the step whose batch comes next."""
     skipped: int = 0
-    """Steps without an update because something was not finite."""
+    """Steps that the guard kept from changing anything."""
+    recent_losses: tuple[float, ...] = ()
+    """Losses of the last applied steps, oldest first: what the guard compares with."""
+    recent_norms: tuple[float, ...] = ()
+    """Gradient norms of the same steps."""
     elapsed_s: float = 0.0
     """Seconds of training so far, over all starts."""
     policy_version: int = 0
@@ -77,7 +79,7 @@ def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausa
     disk included; then nothing is left behind.
     """
     target = checkpoint_path(run_dir, state.step)
-    temporary = target.with_name(f"{_TEMPORARY}{os.getpid()}-{target.name}")
+    temporary = temporary_path(target)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         save_model(model, temporary, tokenizer_source=tokenizer_dir)
@@ -86,15 +88,13 @@ def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausa
         save_file({**tensors, _RNG: torch.get_rng_state()}, temporary / "trainer" / "optimizer.safetensors")
         _write_json(temporary / "trainer" / "state.json", dataclasses.asdict(state))
         facts = {"format": FORMAT, "step": state.step, "tokens_seen": state.tokens,
-                 "policy_version": state.policy_version, "tokenizer_sha256": _tokenizer_hash(temporary),
+                 "policy_version": state.policy_version, "tokenizer_sha256": tokenizer_sha256(temporary),
                  "package_version": glm5.__version__, **(meta or {})}
         _flush(temporary)
         _write_json(temporary / "meta.json", facts)
         _flush(temporary)
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(temporary, target)
-        _flush_directory(target.parent)
-    except (OSError, SafetensorError) as error:
+        replace_directory(temporary, target)
+    except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{target}: not written ({error}); free disk space or choose another run directory, then "
                               "start again: the run continues from the checkpoint before") from None
@@ -105,19 +105,16 @@ def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausa
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run, None if there is none. Removes what dead writers left."""
+    """The newest complete checkpoint of a run, None if there is none."""
     found = complete_checkpoints(run_dir)
     return found[-1] if found else None
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first; leftovers of writers that no longer run are removed."""
+    """Complete checkpoints, oldest first."""
     folder = run_dir / "checkpoints"
     if not folder.is_dir():
         return []
-    for leftover in (*folder.glob(f"{_TEMPORARY}*"), *folder.glob(f".{_TEMPORARY}*")):  # ours, and the model writer's
-        if not _is_alive(int(leftover.name.split("-")[1])):
-            shutil.rmtree(leftover, ignore_errors=True)
     return sorted((path for path in folder.iterdir() if path.name.isdigit() and (path / "meta.json").is_file()),
                   key=lambda path: int(path.name))
 
@@ -126,8 +123,7 @@ def prune_checkpoints(run_dir: Path, keep_last: int, keep_steps: frozenset[int] 
     """Remove all but the newest ``keep_last`` checkpoints and those of ``keep_steps``."""
     for path in complete_checkpoints(run_dir)[:-keep_last]:
         if int(path.name) not in keep_steps:
-            (path / "meta.json").unlink()  # incomplete from here on, whatever interrupts the removal
-            shutil.rmtree(path)
+            remove_directory(path)
 
 
 def load_trainer_state(checkpoint: Path, optimizer: Optimizer) -> TrainerState:
@@ -137,7 +133,8 @@ def load_trainer_state(checkpoint: Path, optimizer: Optimizer) -> TrainerState:
     try:
         tensors: dict[str, Tensor] = load_file(path / "optimizer.safetensors")
         values = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        state = TrainerState(**{**values, "batch_ids": tuple(values["batch_ids"])})
+        state = TrainerState(**{name: tuple(value) if isinstance(value, list) else value
+                                for name, value in values.items()})
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); remove {checkpoint} to continue from the checkpoint "
                               "before it") from None
@@ -175,11 +172,6 @@ def final_checkpoint(run_dir: Path) -> Path | None:
     return checkpoint if (checkpoint / "meta.json").is_file() else None
 
 
-def _tokenizer_hash(directory: Path) -> str | None:
-    path = directory / "tokenizer.json"
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-
-
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
@@ -187,23 +179,5 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _flush(directory: Path) -> None:
     for path in directory.rglob("*"):
         if path.is_file():
-            _flush_directory(path)
-    _flush_directory(directory)
-
-
-def _flush_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _is_alive(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+            flush_to_disk(path)
+    flush_to_disk(directory)

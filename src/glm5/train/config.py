@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from glm5.data.config import DEFAULT_RECALL, SHARD_CHARS, CorpusConfig, DedupConfig, RecallKind
 from glm5.errors import ConfigError
+from glm5.model.quantize.plan import QuantisationPlan
 
 StageName = Literal["pretrain", "midtrain", "dsa-warmup", "dsa-sparse", "sft"]
 Attention = Literal["dense", "sparse"]
@@ -97,13 +99,52 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRampConfig:
+    """Fewer micro-batches per step at first (GLM-4.5: 16M to 64M tokens over the first 500B, then constant)."""
+
+    first_rows: int = 0
+    """Rows of the first step; 0 starts with ``batch_rows`` at once."""
+    steps: int = 0
+    """Steps over which the rows rise to ``batch_rows``, in whole micro-batches."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(0, first_rows=self.first_rows, steps=self.steps)
+        if bool(self.first_rows) != bool(self.steps):
+            raise ConfigError(f"first_rows={self.first_rows} and steps={self.steps}: give both or neither")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardConfig:
+    """Which steps are skipped. One with a loss or gradient that is not finite always is."""
+
+    loss_rise: float = 3.0
+    """Skip a step whose loss lies this many nats above the mean of the last ones; 0 never does."""
+    norm_factor: float = 0.0
+    """Skip a step whose gradient norm is this many times the mean of the last ones; 0 never does."""
+    window: int = 32
+    """Applied steps that the means are taken over; the rules hold once there are as many."""
+    max_skipped: int = 20
+    """Stop when this many steps were skipped."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(0, loss_rise=self.loss_rise, norm_factor=self.norm_factor)
+        _require_at_least(1, window=self.window, max_skipped=self.max_skipped)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Where the batches come from."""
 
     sources: tuple[str, ...] = ("stdlib",)
-    """Document sources: ``stdlib``, a folder, a ``.jsonl`` or a ``.parquet`` file."""
+    """Documents as they are: ``stdlib``, folders, files or ``git:PATH``; short for one corpus with these sources."""
+    corpora: tuple[CorpusConfig, ...] = ()
+    """Weighted components of the mixture with their filters and packing; takes the place of ``sources``."""
+    dedup: DedupConfig = field(default_factory=DedupConfig)
+    """Removal of duplicates over all corpora."""
     recall_fraction: float = 0.0
     """Share of the training rows that are synthetic long-range recall (mid-training)."""
+    recall_kinds: tuple[RecallKind, ...] = DEFAULT_RECALL
+    """Kinds of recall texts; one that is named twice comes twice as often."""
     conversations: tuple[str, ...] = ()
     """``.jsonl`` files of conversations (sft)."""
     declare_tools: bool = False
@@ -112,6 +153,12 @@ class DataConfig:
     """Share of the files kept out of training."""
     held_out_rows: int = 32
     """Rows of held-out text that are scored before and after the stage; 0 scores none."""
+    workers: int = 0
+    """Processes that tokenise and pack ahead of training; 0 makes each batch when it is asked for."""
+    ahead: int = 2
+    """Batches that each worker may be ahead."""
+    shard_chars: int = SHARD_CHARS
+    """Characters of text that are tokenised at a time; training starts when the first such shard is ready."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.recall_fraction < 1 or not 0 <= self.held_out_fraction < 1:
@@ -119,7 +166,13 @@ class DataConfig:
                               "must lie in [0, 1)")
         if self.held_out_rows and not self.held_out_fraction:
             raise ConfigError(f"held_out_rows={self.held_out_rows} needs held_out_fraction above 0; or set it to 0")
-        _require_at_least(0, held_out_rows=self.held_out_rows)
+        if self.recall_fraction and not self.recall_kinds:
+            raise ConfigError(f"recall_fraction={self.recall_fraction} needs recall_kinds: name at least one")
+        names = [corpus.name for corpus in self.corpora]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"corpora names {names}: each must be different")
+        _require_at_least(0, held_out_rows=self.held_out_rows, workers=self.workers)
+        _require_at_least(1, ahead=self.ahead, shard_chars=self.shard_chars)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,12 +218,16 @@ class StageConfig:
     """Learning rate over the steps."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """The evaluation hook."""
+    quantization: QuantisationPlan | None = None
+    """Train for this export: losses and gradients are those of the rounded weights; None trains plain weights."""
     steps: int
     """Optimizer steps."""
     max_minutes: float = 0.0
     """Stop after this long even if steps remain; the schedule follows whichever is further. 0: no limit."""
     batch_rows: int = 16
     """Rows of one optimizer step."""
+    batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
+    """Rows of the first steps."""
     micro_rows: int = 0
     """Rows of one forward and backward pass; 0 takes all rows of the step at once."""
     length: int = 256
@@ -181,6 +238,8 @@ class StageConfig:
     """Weight of the mean multi-token loss."""
     train_indexer: bool = True
     """False freezes the indexers in a stage that could train them (sft)."""
+    indexer_weight: float = 1.0
+    """Weight of the indexers' KL loss; it reaches nothing but the indexers."""
     balance_weight: float = 1e-4
     """Weight of the sequence-level expert balance loss."""
     bias_rate: float = 1e-3
@@ -189,17 +248,24 @@ class StageConfig:
     """Steps between checkpoints; one more is written at the end."""
     log_every: int = 1
     """Steps between records in metrics.jsonl."""
-    max_skipped: int = 20
-    """Stop when this many steps had a loss or gradient that is not finite."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """Which steps are skipped, and how many may be."""
     seed: int = 0
     """Seed of the random weights and of the order of the data."""
 
     def __post_init__(self) -> None:
         _require_at_least(1, steps=self.steps, batch_rows=self.batch_rows, checkpoint_every=self.checkpoint_every,
-                          log_every=self.log_every, max_skipped=self.max_skipped)
+                          log_every=self.log_every)
         _require_at_least(8, length=self.length)
         _require_at_least(0, micro_rows=self.micro_rows, mtp_steps=self.mtp_steps, max_minutes=self.max_minutes,
-                          mtp_weight=self.mtp_weight, balance_weight=self.balance_weight, bias_rate=self.bias_rate)
+                          mtp_weight=self.mtp_weight, balance_weight=self.balance_weight, bias_rate=self.bias_rate,
+                          indexer_weight=self.indexer_weight)
+        if self.batch_ramp.first_rows > self.batch_rows:
+            raise ConfigError(f"batch_ramp.first_rows={self.batch_ramp.first_rows} exceeds batch_rows="
+                              f"{self.batch_rows}")
+        if self.micro_rows and self.batch_ramp.first_rows % self.micro_rows:
+            raise ConfigError(f"batch_ramp.first_rows={self.batch_ramp.first_rows}: must be whole micro-batches of "
+                              f"micro_rows={self.micro_rows}")
         if self.schedule.warmup_steps > self.steps:
             raise ConfigError(f"schedule.warmup_steps={self.schedule.warmup_steps} exceeds steps={self.steps}")
         if self.init == "random" and not self.tokenizer:

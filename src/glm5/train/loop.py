@@ -4,15 +4,14 @@ Batch -> losses (the stage's objective, in micro-batches) -> backward -> clip ->
 
 Invariants: a step is a function of the model, the optimizer state and the step's number alone, so that a run resumed
 from a checkpoint repeats the uninterrupted one bit for bit (one process, same thread count); splitting a step into
-micro-batches changes its result by rounding only; a step with a loss or gradient that is not finite changes nothing,
-keeps its batch in ``skipped/`` and is counted; a checkpoint is written after the evaluation of its step, with its
+micro-batches changes its result by rounding only; a step that the guard refuses changes nothing, keeps its batch in
+``skipped/`` and is counted; a checkpoint is written after the evaluation of its step, with its
 verdict, so that nothing is measured twice.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,16 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from glm5.data.packing import Batch
 from glm5.errors import ConfigError
 from glm5.model.moe import update_router_bias
+from glm5.model.quantize.fake import rounded
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.runlog import ProgressBar, RunLog, progress_bar
-from glm5.train.checkpoint import TrainerState, checkpoint_path, prune_checkpoints, save_checkpoint
+from glm5.train.checkpoint import (
+    TrainerState,
+    checkpoint_path,
+    latest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from glm5.train.config import StageConfig
+from glm5.train.guard import Verdict, judge, keep_batch, remember
 from glm5.train.losses import Objective, count_step
 from glm5.train.optimizers import GradientNorms, Optimizer
 from glm5.train.schedules import lr_factor
@@ -54,9 +60,10 @@ class StepResult:
     """Load of the fullest expert over the mean load, averaged over layers; 1 is balanced, 0 means no experts."""
 
     @property
-    def finite(self) -> bool:
-        """Whether the step may be applied."""
-        return self.norms.finite and all(math.isfinite(value) for value in self.losses.values())
+    def loss(self) -> float:
+        """The loss that the stage is about, of the language model or else of the indexers; NaN if any is not finite."""
+        total = sum(self.losses.values())
+        return self.losses.get("loss", self.losses.get("indexer_kl", total)) + 0.0 * total
 
 
 def compute_gradients(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, objective: Objective, batch: Batch,
@@ -82,6 +89,13 @@ def compute_gradients(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, objecti
     return result, load_LE
 
 
+def objective_of(config: StageConfig) -> Objective:
+    """The losses that a stage sums."""
+    return Objective(attention=config.recipe.attention, main=config.recipe.trains_main, indexer=config.trains_indexer,
+                     mtp_steps=config.mtp_steps, mtp_weight=config.mtp_weight, balance_weight=config.balance_weight,
+                     indexer_weight=config.indexer_weight)
+
+
 class Training:
     """One run of the loop: the model and optimizer it changes, its counters, its run directory."""
 
@@ -89,11 +103,11 @@ class Training:
                  state: TrainerState, tokenizer_dir: Path, evaluate: Evaluate | None = None) -> None:
         self.config, self.run_dir, self.model, self.optimizer, self.state = config, run_dir, model, optimizer, state
         self._tokenizer_dir = tokenizer_dir
+        self.data_wait_s = 0.0
+        """Seconds that this start has waited for batches."""
         self._evaluate = evaluate if config.evaluation.every else None
         self._log = RunLog(run_dir)
-        self._objective = Objective(
-            attention=config.recipe.attention, main=config.recipe.trains_main, indexer=config.trains_indexer,
-            mtp_steps=config.mtp_steps, mtp_weight=config.mtp_weight, balance_weight=config.balance_weight)
+        self._objective = objective_of(config)
 
     def run(self, batches: Iterator[Batch]) -> Path:
         """Train to the end on ``batches``, the first being that of ``state.data_step``; give the checkpoint to hand on:
@@ -102,7 +116,9 @@ class Training:
         tokens_before = self.state.tokens
         with progress_bar(self.config.name, self.config.steps) as bar:
             while not self._is_finished():
-                result = self._step(next(batches))
+                started = time.perf_counter()
+                batch = next(batches)
+                result = self._step(batch, time.perf_counter() - started)
                 self._show(bar, result, self.state.tokens - tokens_before)
                 evaluated = self._evaluate is not None and self._is_evaluation_due()
                 if evaluated:
@@ -117,43 +133,47 @@ class Training:
     def save(self) -> None:
         """Write a checkpoint of this moment and remove those that are no longer needed."""
         facts = {"stage": self.config.stage, "name": self.config.name, "parent": self.config.init}
-        save_checkpoint(self.run_dir, self.state, self.model, self.optimizer, self._tokenizer_dir, facts)
+        tokenizer_dir = latest_checkpoint(self.run_dir) or self._tokenizer_dir  # what the run started from may be gone
+        save_checkpoint(self.run_dir, self.state, self.model, self.optimizer, tokenizer_dir, facts)
         prune_checkpoints(self.run_dir, _KEEP_LAST, frozenset({self.state.best_step}))
 
-    def _step(self, batch: Batch) -> StepResult:
+    def _step(self, batch: Batch, wait_s: float) -> StepResult:
+        """One optimizer step on ``batch``, which took ``wait_s`` seconds to come."""
         started = time.perf_counter()
         config, state = self.config, self.state
         factor = lr_factor(config.schedule, self._schedule_step(), config.steps)
-        result, load_LE = compute_gradients(self.model, self.optimizer, self._objective, batch, config.micro_rows)
-        if result.finite:
+        with rounded(self.model, config.quantization):
+            result, load_LE = compute_gradients(self.model, self.optimizer, self._objective, batch, config.micro_rows)
+        verdict = judge(config.guard, state, result.loss, (result.norms.main, result.norms.indexer))
+        if verdict.applies:
             self.optimizer.step(factor)
             if config.recipe.trains_main and config.bias_rate:
                 update_router_bias(self.model, load_LE, config.bias_rate)
         seconds = time.perf_counter() - started
+        self.data_wait_s += wait_s
         self.state = dataclasses.replace(
             state, step=state.step + 1, data_step=state.data_step + 1, tokens=state.tokens + result.tokens,
-            elapsed_s=state.elapsed_s + seconds, skipped=state.skipped + (not result.finite))
-        if not result.finite:
-            self._report_skipped(batch, result)
-        elif self.state.step % config.log_every == 0 or self._is_finished():
+            elapsed_s=state.elapsed_s + seconds, skipped=state.skipped + (not verdict.applies))
+        if not verdict.applies:
+            self._report_skipped(batch, result, verdict)
+            return result
+        self.state = remember(config.guard, self.state, result.loss, result.norms.main)
+        if self.state.step % config.log_every == 0 or self._is_finished():
             self._log.metrics(step=self.state.step, **result.losses, lr=config.optimizer.lr * factor,
                               grad_norm=result.norms.main, grad_norm_indexer=result.norms.indexer,
                               tokens=self.state.tokens, tokens_per_s=result.tokens / seconds,
+                              data_wait=wait_s / (wait_s + seconds),
                               expert_imbalance=result.expert_imbalance)
         return result
 
-    def _report_skipped(self, batch: Batch, result: StepResult) -> None:
-        """Keep the batch for inspection, say so, and give up when it happens too often."""
-        folder = self.run_dir / "skipped"
-        folder.mkdir(exist_ok=True)
-        save_file({"ids": batch.ids_BT.contiguous(), "positions": batch.positions_BT.contiguous(),
-                   "documents": batch.documents_BT.contiguous(), "loss_mask": batch.loss_mask_BT.contiguous()},
-                  folder / f"{self.state.step:06d}.safetensors")
-        self._log.event("step_skipped", step=self.state.step, grad_norm=str(result.norms.main),
+    def _report_skipped(self, batch: Batch, result: StepResult, verdict: Verdict) -> None:
+        """Keep the batch, say so, and give up when it happens too often."""
+        keep_batch(self.run_dir, self.state.step, batch, verdict.reason)
+        self._log.event("step_skipped", step=self.state.step, reason=verdict.reason, grad_norm=str(result.norms.main),
                         losses={name: str(value) for name, value in result.losses.items()})
-        if self.state.skipped >= self.config.max_skipped:
-            raise ConfigError(f"{self.run_dir}: {self.state.skipped} steps had a loss or gradient that is not finite "
-                              "(max_skipped); lower optimizer.lr, or look at the batches in skipped/")
+        if self.state.skipped >= self.config.guard.max_skipped:
+            raise ConfigError(f"{self.run_dir}: {self.state.skipped} steps were skipped (guard.max_skipped), the last "
+                              f"one: {verdict.reason}; lower optimizer.lr, or replay the batches in skipped/")
 
     def _schedule_step(self) -> int:
         """Step that the schedule sees: with a time limit, the one that matches the time used if that is further on."""
@@ -173,7 +193,8 @@ class Training:
         """Call the evaluation hook and remember whether this step is the best one."""
         assert self._evaluate is not None
         started = time.perf_counter()
-        values = self._evaluate(self.model, self.state.step)
+        with rounded(self.model, self.config.quantization):
+            values = self._evaluate(self.model, self.state.step)
         key = self.config.evaluation.metric
         if key not in values:
             raise ConfigError(f"evaluation.metric={key!r} is not measured by the hook; choose of: {', '.join(values)}")

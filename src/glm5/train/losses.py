@@ -138,12 +138,14 @@ class Objective:
     """Weight of the mean over depths."""
     balance_weight: float
     """Weight of the expert balance loss."""
+    indexer_weight: float = 1.0
+    """Weight of the KL losses; 0 leaves gradients of zeros, so that every process has the same ones to reduce."""
 
     def __call__(self, model: GlmMoeDsaForCausalLM, batch: Batch, counts: StepCounts) -> Losses:
         """Losses of ``batch``, which is a step with ``counts`` or a part of it."""
         output = model.hidden(batch.ids_BT, batch.positions_BT, batch.documents_BT, attention=self.attention,
                               indexer_loss=self.indexer)
-        hidden_BTD, mtp_outputs = output.hidden_BTD, []
+        hidden_BTD, selection, mtp_outputs = output.hidden_BTD, None, []
         parts: dict[str, Tensor] = {}
         if self.main:
             parts["loss"] = _head_loss(model, hidden_BTD, batch, 0) / counts.labels[0]
@@ -151,8 +153,8 @@ class Objective:
         for depth in range(1, depths + 1):
             # Positions stay those of token t: rotation is relative, so a shift of a whole document changes nothing.
             step = model.mtp(hidden_BTD, _shift(batch.ids_BT, depth, fill=0), batch.positions_BT, batch.documents_BT,
-                             attention=self.attention, indexer_loss=self.indexer)
-            hidden_BTD = step.hidden_BTD
+                             attention=self.attention, indexer_loss=self.indexer, selection=selection)
+            hidden_BTD, selection = step.hidden_BTD, step.selection
             mtp_outputs.append(step)
             if self.main:
                 loss = _head_loss(model, hidden_BTD, batch, depth) / (counts.labels[depth] * depths)
@@ -163,12 +165,14 @@ class Objective:
         if self.indexer:
             share = int((batch.documents_BT >= 0).sum()) / counts.valid
             parts["indexer_kl"] = output.indexer_kl * share
-            if mtp_outputs:
-                parts["mtp_indexer_kl"] = torch.stack([step.indexer_kl for step in mtp_outputs]).mean() * share
+            mtp_losses = [step.indexer_kl for step in mtp_outputs if step.indexer_kl is not None]
+            if mtp_losses:
+                parts["mtp_indexer_kl"] = torch.stack(mtp_losses).mean() * share
         if self.main and self.balance_weight:
             balance = torch.stack([output.balance_loss, *(step.balance_loss / depths for step in mtp_outputs)]).sum()
             parts["balance_loss"] = balance * (batch.ids_BT.shape[0] / counts.rows)
-        weights = {"mtp_loss": self.mtp_weight, "balance_loss": self.balance_weight}
+        weights = {"mtp_loss": self.mtp_weight, "balance_loss": self.balance_weight,
+                   "indexer_kl": self.indexer_weight, "mtp_indexer_kl": self.indexer_weight}
         total = torch.stack([weights.get(name, 1.0) * part for name, part in parts.items()]).sum()
         detached = {name: part.detach() for name, part in parts.items()}
         return Losses(total=total, parts=detached, load_LE=torch.cat(loads))

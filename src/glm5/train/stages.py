@@ -14,28 +14,39 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
 
+from glm5.data.config import CorpusConfig
 from glm5.data.conversations import ConversationDataset, read_conversations, render_conversation
+from glm5.data.loader import Loader, build_shards
 from glm5.data.long_context import RecallSource
 from glm5.data.mixture import Mixture
-from glm5.data.packing import Batch, RowSource, TokenDataset, batches
+from glm5.data.packing import Batch, RowSource, batches
+from glm5.data.prepare import Preparation, PreparedData, prepare
+from glm5.data.preview import show_row, summary_rows, view_row
+from glm5.data.shards import Shard
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import preset
+from glm5.model.quantize.fake import rounded
+from glm5.model.quantize.plan import trained_for
 from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.process import lock_directory
 from glm5.runlog import RunLog
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
+from glm5.tokenizer.fit import require_same_tokenizer
 from glm5.train.checkpoint import TrainerState, final_checkpoint, latest_checkpoint, load_trainer_state, mark_final
 from glm5.train.config import DataConfig, StageConfig
-from glm5.train.loop import Evaluate, Training
+from glm5.train.guard import replay
+from glm5.train.loop import Evaluate, Training, objective_of
 from glm5.train.losses import evaluate_lm
 from glm5.train.optimizers import build_optimizer
+from glm5.train.schedules import row_ranges
+from glm5.train.scoring import load_scorer
 
 _SPLIT_SEED = 0
 _HELD_OUT_BATCH_ROWS = 8
@@ -46,36 +57,52 @@ def run_stage(config: StageConfig, run_dir: Path, evaluate: Evaluate | None = No
 
     ``evaluate`` is called every ``evaluation.every`` steps with the model and the step and gives named numbers; with
     ``evaluation.patience`` it decides when to stop and which checkpoint is the best. A finished run is returned as it
-    is. Raises ConfigError, DataError or CheckpointError in one line.
+    is. Raises ConfigError, DataError, CheckpointError, or ServiceError when another process runs there, in one line.
     """
     finished = final_checkpoint(run_dir)
     if finished is not None:
         _require_same_config(config, run_dir)
         return finished
+    with lock_directory(run_dir):
+        return _train(config, run_dir, evaluate)
+
+
+def _train(config: StageConfig, run_dir: Path, evaluate: Evaluate | None) -> Path:
     latest = latest_checkpoint(run_dir)
     start = latest or resolve_init(config.init, run_dir)
+    if start and config.tokenizer:
+        require_same_tokenizer(start, Path(config.tokenizer))
     tokenizer_dir = start or Path(config.tokenizer)
     tokenizer = load_tokenizer(tokenizer_dir)
     model = load_model(start, config_overrides=config.model) if start else fresh_model(config, tokenizer)
-    _require_fit(model, tokenizer, tokenizer_dir)
-    train_rows = training_rows(config, tokenizer, run_dir.parent / "token-cache")
-    held_out = held_out_batches(config.data, config.length, tokenizer, run_dir.parent / "token-cache")
+    cache_dir = run_dir.parent / "token-cache"
+    train_rows = training_rows(config, tokenizer, cache_dir)
+    held_out = held_out_batches(config.data, config.length, tokenizer, cache_dir)
     log = RunLog(run_dir)
     log.write_config(config)
 
-    freeze(model, config)
-    optimizer = build_optimizer(model, config.optimizer)
-    state = load_trainer_state(latest, optimizer) if latest else TrainerState()
-    log.event("stage_started", step=state.step, init=str(start or "random"), parameters=_count(model))
-    if state.step == 0:
-        report_held_out(log, "initial", model, config, held_out, tokenizer)
-    training = Training(config, run_dir, model, optimizer, state, tokenizer_dir, evaluate)
-    final = training.run(batches(train_rows, config.batch_rows, config.length, config.seed, state.data_step))
+    model.config = trained_for(model.config, config.quantization)
+    # The workers start and tokenise while the model is made and scored.
+    with Loader(train_rows, config.length, config.seed, config.data.workers, config.data.ahead,
+                untokenised_shards(config, tokenizer, cache_dir)) as loader:
+        freeze(model, config)
+        optimizer = build_optimizer(model, config.optimizer)
+        state = load_trainer_state(latest, optimizer) if latest else TrainerState()
+        log.event("stage_started", step=state.step, init=str(start or "random"), parameters=_count(model))
+        if state.step == 0:
+            report_held_out(log, "initial", model, config, held_out, tokenizer)
+        training = Training(config, run_dir, model, optimizer, state, tokenizer_dir, evaluate)
+        final = training.run(loader.batches(row_ranges(config, state.data_step)))
     report_held_out(log, "final", model, config, held_out, tokenizer)
     log.event("stage_finished", step=training.state.step, tokens=training.state.tokens, checkpoint=final.name,
-              train_s=training.state.elapsed_s, skipped=training.state.skipped)
+              train_s=training.state.elapsed_s, skipped=training.state.skipped, data_wait_s=training.data_wait_s)
     mark_final(run_dir, final)
     return final
+
+
+def replay_step(config: StageConfig, run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Run the batch of a step that the guard refused again, row by row; give result rows. Raises CheckpointError."""
+    return replay(run_dir, step, objective_of(config), resolve_init(config.init, run_dir))
 
 
 def resolve_init(init: str, run_dir: Path) -> Path | None:
@@ -94,9 +121,12 @@ def resolve_init(init: str, run_dir: Path) -> Path | None:
 
 
 def fresh_model(config: StageConfig, tokenizer: Tokenizer) -> GlmMoeDsaForCausalLM:
-    """Random weights in the shape of the preset, with the special ids of ``tokenizer``."""
+    """Random weights in the shape of the preset, with the special ids of ``tokenizer``. Raises CheckpointError."""
     special = {"eos_token_id": tokenizer.stop_ids, "pad_token_id": tokenizer.pad_id}
     shape = preset(config.preset).replace(**{**special, **config.model})
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise CheckpointError(f"{config.tokenizer}: the tokenizer has {tokenizer.vocab_size} ids, the model vocab_size="
+                              f"{shape.vocab_size}; raise model.vocab_size or train a smaller tokenizer")
     return GlmMoeDsaForCausalLM(shape, generator=torch.Generator().manual_seed(config.seed))
 
 
@@ -118,21 +148,68 @@ def training_rows(config: StageConfig, tokenizer: Tokenizer, cache_dir: Path) ->
         samples = [render_conversation(conversation, tokenizer, declare_tools=data.declare_tools)
                    for path in data.conversations for conversation in read_conversations(path)]
         return ConversationDataset(samples, config.length, tokenizer.pad_id)
-    text = TokenDataset.from_sources(data.sources, tokenizer, part="train", held_out_fraction=data.held_out_fraction,
-                                     split_seed=_SPLIT_SEED, cache_dir=cache_dir)
+    text = Mixture(prepare_documents(data, config.length, tokenizer, cache_dir).datasets("train"))
     if not data.recall_fraction:
         return text
-    return Mixture([(text, 1 - data.recall_fraction), (RecallSource(tokenizer), data.recall_fraction)])
+    recall = RecallSource(tokenizer, data.recall_kinds, haystack=text)
+    return Mixture([(text, 1 - data.recall_fraction), (recall, data.recall_fraction)])
+
+
+def prepare_documents(data: DataConfig, length: int, tokenizer: Tokenizer, cache_dir: Path) -> PreparedData:
+    """The filtered documents of a stage on disk, split into training and held-out files."""
+    corpora = data.corpora or (CorpusConfig(sources=data.sources),)
+    preparation = Preparation(corpora=corpora, dedup=data.dedup, length=length, split_seed=_SPLIT_SEED,
+                              held_out_fraction=data.held_out_fraction, shard_chars=data.shard_chars)
+    return prepare(preparation, tokenizer, cache_dir, load_scorer)
+
+
+def untokenised_shards(config: StageConfig, tokenizer: Tokenizer, cache_dir: Path) -> list[Shard]:
+    """What the data workers tokenise beside training; without workers everything is tokenised now."""
+    if config.recipe.conversations:
+        return []
+    pending = prepare_documents(config.data, config.length, tokenizer, cache_dir).pending("train")
+    if config.data.workers:
+        return pending
+    for shard in pending:
+        shard.build()
+    return []
+
+
+def prepare_stage(config: StageConfig, tokenizer: Tokenizer, run_dir: Path) -> list[dict[str, Any]]:
+    """Filter and tokenise everything that a stage reads; give the counts as result rows."""
+    if config.recipe.conversations:
+        raise ConfigError(f"stage={config.stage!r} reads conversations when it starts; there is nothing to prepare")
+    cache_dir = run_dir.parent / "token-cache"
+    prepared = prepare_documents(config.data, config.length, tokenizer, cache_dir)
+    build_shards([*prepared.pending("train"), *prepared.pending("held_out")], config.data.workers)
+    tokens = {part: sum(shards.num_tokens for shards, _ in prepared.datasets(part)) for part in ("train", "held_out")}
+    return [*prepared.rows(), *({"name": f"data.tokens.{part}", "value": count, "unit": "tokens"}
+                                for part, count in tokens.items())]
+
+
+def inspect_stage(config: StageConfig, tokenizer: Tokenizer, run_dir: Path, steps: range,
+                  out: TextIO) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Write the batches of ``steps`` to ``out`` for people; give result rows, and every row's documents as objects."""
+    source = training_rows(config, tokenizer, run_dir.parent / "token-cache")
+    rows, shown = [], []
+    for step in steps:
+        for index, number in enumerate(next(row_ranges(config, step))):
+            row = source.row(number, config.length, config.seed)
+            views = view_row(row, tokenizer)
+            print(*show_row(row, views, f"step {step} row {index}"), sep="\n", file=out)
+            rows.append(row)
+            shown.append({"step": step, "row": index, "documents": [dataclasses.asdict(view) for view in views]})
+    return summary_rows(rows), shown
 
 
 def held_out_batches(data: DataConfig, length: int, tokenizer: Tokenizer, cache_dir: Path) -> list[Batch]:
     """``held_out_rows`` rows of ``length`` tokens of held-out files, always the same ones."""
     if not data.held_out_rows:
         return []
-    text = TokenDataset.from_sources(data.sources, tokenizer, part="held_out", held_out_fraction=data.held_out_fraction,
-                                     split_seed=_SPLIT_SEED, cache_dir=cache_dir)
-    stream: Iterator[Batch] = text.batches(_HELD_OUT_BATCH_ROWS, length)
-    return [next(stream) for _ in range(-(-min(data.held_out_rows, text.num_rows(length)) // _HELD_OUT_BATCH_ROWS))]
+    parts = prepare_documents(data, length, tokenizer, cache_dir).datasets("held_out")
+    rows = min(data.held_out_rows, sum(dataset.num_rows(length) for dataset, _ in parts))
+    stream = batches(Mixture(parts), _HELD_OUT_BATCH_ROWS, length)
+    return [next(stream) for _ in range(-(-rows // _HELD_OUT_BATCH_ROWS))]
 
 
 def report_held_out(log: RunLog, when: str, model: GlmMoeDsaForCausalLM, config: StageConfig, held_out: list[Batch],
@@ -143,7 +220,8 @@ def report_held_out(log: RunLog, when: str, model: GlmMoeDsaForCausalLM, config:
     text_bytes = sum(_label_bytes(batch, tokenizer) for batch in held_out)
     for attention in ("dense", "sparse") if config.recipe.trains_indexer else ("dense",):
         started = time.perf_counter()
-        result = evaluate_lm(model, held_out, attention)
+        with rounded(model, config.quantization):
+            result = evaluate_lm(model, held_out, attention)
         log.event("held_out", when=when, attention=attention, nats_per_token=result.nats_per_token,
                   bits_per_byte=result.bits_per_byte(text_bytes / max(result.tokens, 1)), tokens=result.tokens,
                   bytes=text_bytes, seconds=time.perf_counter() - started)
@@ -153,12 +231,6 @@ def _label_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
     """UTF-8 bytes of the text that the labels of ``batch`` stand for; the end of a document stands for none."""
     labels = [row[1:][mask[:-1]].tolist() for row, mask in zip(batch.ids_BT, batch.loss_mask_BT, strict=True)]
     return sum(len(tokenizer.decode(ids, skip_special=True).encode()) for ids in labels)
-
-
-def _require_fit(model: GlmMoeDsaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise CheckpointError(f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, the model vocab_size="
-                              f"{model.config.vocab_size}; use the tokenizer that the model was trained with")
 
 
 def _require_same_config(config: StageConfig, run_dir: Path) -> None:

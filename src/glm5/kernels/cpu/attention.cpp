@@ -5,6 +5,7 @@
 // own keys one by one, so that a sparse row costs what it selects. The choice depends on the mask only. Gradients of
 // keys and values are summed over queries in ascending order, whatever the thread count.
 
+#include "gather.h"
 #include "gemm.h"
 #include "mask.h"
 
@@ -112,32 +113,6 @@ struct Head {
     }
 };
 
-// values[i] = x . rows[position i] * factor for n positions; written up to a multiple of LANES.
-static void dots(const float* x, const float* rows, const int32_t* positions, int64_t n, int64_t size, float factor,
-                 float* values) {
-    for (int64_t i = 0; i < n; i += LANES) {
-        const float* columns[LANES];
-        for (int j = 0; j < LANES; j++) columns[j] = rows + positions[at_most(i + j, n - 1)] * size;
-        store(values + i, dot_tile<1, LANES>(&x, columns, size) * factor);
-    }
-}
-
-// Softmax in place over n logits, n a multiple of LANES and some above -inf; returns log(sum exp).
-static float softmax(float* x, int64_t n) {
-    vf best = splat(-INFINITY), total = {};
-    for (int64_t i = 0; i < n; i += LANES) best = larger(load(x + i), best);
-    float peak = max_lanes(best);
-    for (int64_t i = 0; i < n; i += LANES) {
-        vf p = exp_lanes(load(x + i) - peak);
-        store(x + i, p);
-        total += p;
-    }
-    float sum = sum_lanes(total);
-    vf inverse = splat(1.0f / sum);
-    for (int64_t i = 0; i < n; i += LANES) store(x + i, load(x + i) * inverse);
-    return peak + logf(sum);
-}
-
 // Weights of the queries of a dense visit over its span (0 off the mask) and, unless null, their log sums.
 static void dense_weights(const Problem& p, Head& head, int64_t b, int64_t h, const Visit& visit, float* log_sums) {
     for (int64_t i = 0; i < visit.count; i++)
@@ -159,58 +134,12 @@ static int64_t sparse_weights(const Problem& p, Head& head, int64_t b, int64_t t
     int64_t n = p.mask.row(b, t, head.positions);
     float log_sum = 0.0f;
     if (n) {
-        dots(p.q.at(b, t, h), head.k, head.positions, n, p.dim, p.scale, head.weights);
+        dots(p.q.at(b, t, h), head.k, p.dim, head.positions, n, p.dim, p.scale, head.weights);
         for (int64_t i = n; i < round_up(n); i++) head.weights[i] = -INFINITY;
         log_sum = softmax(head.weights, round_up(n));
     }
     if (log_sums) log_sums[p.query_row(b, t, h)] = log_sum;
     return n;
-}
-
-// out[0 .. V * LANES) = sum_i weights[i] * rows[position i]; two chains hide the latency of the additions.
-template <int V>
-GLM5_INLINE void gather_tile(const float* weights, const float* rows, int64_t size, const int32_t* positions, int64_t n,
-                             float* out) {
-    vf even[V], odd[V];
-    GLM5_UNROLL
-    for (int v = 0; v < V; v++) even[v] = odd[v] = (vf){};
-    int64_t i = 0;
-    for (; i + 2 <= n; i += 2) {
-        const float *a = rows + positions[i] * size, *b = rows + positions[i + 1] * size;
-        GLM5_UNROLL
-        for (int v = 0; v < V; v++) {
-            even[v] += weights[i] * load(a + v * LANES);
-            odd[v] += weights[i + 1] * load(b + v * LANES);
-        }
-    }
-    if (i < n) {
-        GLM5_UNROLL
-        for (int v = 0; v < V; v++) even[v] += weights[i] * load(rows + positions[i] * size + v * LANES);
-    }
-    GLM5_UNROLL
-    for (int v = 0; v < V; v++) store(out + v * LANES, even[v] + odd[v]);
-}
-
-static void gather(const float* weights, const float* rows, const int32_t* positions, int64_t n, int64_t size, float* out) {
-    int64_t c = 0;
-    for (; c + 4 * LANES <= size; c += 4 * LANES) gather_tile<4>(weights, rows + c, size, positions, n, out + c);
-    for (; c + 2 * LANES <= size; c += 2 * LANES) gather_tile<2>(weights, rows + c, size, positions, n, out + c);
-    for (; c + LANES <= size; c += LANES) gather_tile<1>(weights, rows + c, size, positions, n, out + c);
-    for (; c < size; c++) {
-        float sum = 0.0f;
-        for (int64_t i = 0; i < n; i++) sum += weights[i] * rows[positions[i] * size + c];
-        out[c] = sum;
-    }
-}
-
-// rows[position i] += weights[i] * x.
-static void scatter(const float* weights, const float* x, const int32_t* positions, int64_t n, int64_t size, float* rows) {
-    for (int64_t i = 0; i < n; i++) {
-        float *row = rows + positions[i] * size, w = weights[i];
-        int64_t c = 0;
-        for (; c + LANES <= size; c += LANES) store(row + c, load(row + c) + w * load(x + c));
-        for (; c < size; c++) row[c] += w * x[c];
-    }
 }
 
 // What the backward pass of one query needs from its forward pass.
@@ -222,17 +151,6 @@ struct Saved {
         return sum;
     }
 };
-
-// Weights and score gradients from logits and value products, for n entries (a multiple of LANES).
-GLM5_INLINE void slopes_of(float* weights, float* slopes, int64_t n, float log_sum, float delta, float scale,
-                           const uint8_t* valid) {
-    for (int64_t i = 0; i < n; i += LANES) {
-        vf w = exp_lanes(load(weights + i) - log_sum);
-        if (valid) w = where(valid + i, w, (vf){});
-        store(weights + i, w);
-        store(slopes + i, w * (load(slopes + i) - delta) * scale);
-    }
-}
 
 static void dense_backward(const Problem& p, Head& head, int64_t b, int64_t h, const Visit& visit, const Saved& saved,
                            float* dq, float* dk, float* dv) {
@@ -263,13 +181,13 @@ static void sparse_backward(const Problem& p, Head& head, int64_t b, int64_t h, 
     int64_t n = p.mask.row(b, t, head.positions), row = p.query_row(b, t, h);
     const float *q = p.q.at(b, t, h), *g = saved.dout + row * p.width;
     if (n) {
-        dots(q, head.k, head.positions, n, p.dim, p.scale, head.weights);
-        dots(g, head.v, head.positions, n, p.width, 1.0f, head.slopes);
+        dots(q, head.k, p.dim, head.positions, n, p.dim, p.scale, head.weights);
+        dots(g, head.v, p.width, head.positions, n, p.width, 1.0f, head.slopes);
         slopes_of(head.weights, head.slopes, round_up(n), saved.log_sums[row], saved.delta(p, row), p.scale, nullptr);
     }
-    gather(head.slopes, head.k, head.positions, n, p.dim, dq + row * p.dim);
-    scatter(head.slopes, q, head.positions, n, p.dim, dk);
-    scatter(head.weights, g, head.positions, n, p.width, dv);
+    gather(head.slopes, head.k, p.dim, head.positions, n, p.dim, dq + row * p.dim);
+    scatter(head.slopes, q, head.positions, n, p.dim, dk, p.dim);
+    scatter(head.weights, g, head.positions, n, p.width, dv, p.width);
 }
 
 // Rows of one head into [batch, keys, heads, size].
@@ -313,7 +231,7 @@ GLM5_EXPORT(masked_attention)(GLM5_PROBLEM_ARGUMENTS, float* out, float* log_sum
                 }
                 for (int64_t t = visit.first; t < visit.first + visit.count; t++) {
                     int64_t n = sparse_weights(p, head, b, t, h, log_sums);
-                    gather(head.weights, head.v, head.positions, n, width, out + p.query_row(b, t, h) * width);
+                    gather(head.weights, head.v, width, head.positions, n, width, out + p.query_row(b, t, h) * width);
                 }
             }
         }

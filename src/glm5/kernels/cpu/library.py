@@ -17,6 +17,7 @@ from glm5.kernels.cpu.build import instruction_sets, library_path, source_digest
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
 _PROBLEM = "p nnn p nnn p nnn p nn nnnnnn f"
 _LISTED = "pp p nnnnn n"
+_SELECTED = "p nnn p nnn p nnn p n nnnnnn f"
 _SIGNATURES = {  # p pointer, n int64, f float, i int (a flag or the thread count)
     "rms_norm": "p n p f nn pp i",
     "rms_norm_backward": "p n p p p nn pp i",
@@ -40,6 +41,13 @@ _SIGNATURES = {  # p pointer, n int64, f float, i int (a flag or the thread coun
     "sparse_scores": "p" + _LISTED + "f p i",
     "sparse_scores_backward": "p" + _LISTED + "f p ppp i",
     "sparse_targets": _LISTED + "f p i",
+    "select_positions": "ppp pp nnnnn f n p i",
+    "selected_attention": _SELECTED + "ppp i",
+    "selected_attention_backward": _SELECTED + "ppp ppp i",
+    "selected_kl": "ppp pp nnnnnn f pp p i",
+    "selected_kl_backward": "ppp pp nnnnnn f f ppp i",
+    "int8_linear": "p n pp nnn p i",
+    "int4_linear": "p n pp nnnn p i",
     "ragged_dsa": "i p n pp n p nnn n p n pp n n f p i",
 }
 

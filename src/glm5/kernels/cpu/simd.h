@@ -14,6 +14,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #define GLM5_PASTE_(a, b, c) a##b##_##c
 #define GLM5_PASTE(a, b, c) GLM5_PASTE_(a, b, c)
 #define GLM5_EXPORT(name) extern "C" __attribute__((visibility("default"))) int GLM5_PASTE(glm5_, name, GLM5_ISA)
@@ -230,12 +234,17 @@ template <int R, int N> GLM5_INLINE vf dot_tile(const float* const* rows, const 
     return reduce_lanes(sums);
 }
 
-// Aligned memory that is freed with its owner. Contents are not initialised.
+// Aligned memory that is freed with its owner. Contents are not initialised. Large memory is asked for in huge pages,
+// because rows that are gathered at random would miss the address cache at every row.
 class Scratch {
    public:
-    explicit Scratch(int64_t bytes) : memory_(static_cast<char*>(malloc(bytes + 64))) {
+    explicit Scratch(int64_t bytes) {
+        const int64_t huge = 1 << 21, unit = bytes >= 2 * huge ? huge : 64, size = (bytes + 64 + unit - 1) / unit * unit;
+        next_ = memory_ = static_cast<char*>(aligned_alloc(unit, size));
         if (!memory_) abort();
-        next_ = memory_ + (64 - reinterpret_cast<uintptr_t>(memory_) % 64) % 64;
+#if defined(MADV_HUGEPAGE)
+        if (unit == huge) madvise(memory_, size, MADV_HUGEPAGE);
+#endif
     }
     ~Scratch() { free(memory_); }
     Scratch(const Scratch&) = delete;

@@ -9,10 +9,9 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from glm5.env.wire import HttpClient, HttpStatusError
 from glm5.errors import ServiceError
-
-from .scripted_model import served
+from glm5.wire import HttpClient, HttpStatusError
+from tests.env.scripted_model import served
 
 
 async def echo(request):
@@ -62,7 +61,7 @@ def with_client(body):
         try:
             return await body(http, url)
         finally:
-            await http.close()
+            http.close()
 
     with served(APP) as url:
         return asyncio.run(run(url))
@@ -128,7 +127,7 @@ def test_a_closed_port_and_a_server_that_hangs_up_are_service_errors():
                 await http.get(f"http://127.0.0.1:{port}/", 5)
             with pytest.raises(ServiceError, match="not an HTTP answer"):
                 await http.get(f"http://127.0.0.1:{port}/", 5)
-            await http.close()
+            http.close()
 
         asyncio.run(body())
         thread.join()
@@ -138,3 +137,14 @@ def test_a_closed_port_and_a_server_that_hangs_up_are_service_errors():
             await HttpClient().get(f"http://127.0.0.1:{port}/", 5)
 
     asyncio.run(refused())
+
+
+def test_a_connection_in_use_when_the_client_closes_is_not_kept():
+    async def body(http, url):
+        asking = asyncio.create_task(http.post(f"{url}/echo", {"n": 1}, 5))
+        await asyncio.sleep(0)
+        http.close()
+        assert (await asking)["body"] == {"n": 1}
+        assert not any(http._idle.values())
+
+    with_client(body)

@@ -1,4 +1,4 @@
-"""Answers of the OpenAI API from scripted ids: what a model would have to sample, and what the client then sees."""
+"""Chat completions and completions from scripted ids: what a model samples, and what the client then sees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from glm5.engine.generation import Generation, wake
 from glm5.engine.requests import Sequence
 from glm5.errors import DataError
 from glm5.records import SamplingParams
-from glm5.serve.openai import answer_events, answer_whole, parse_chat, parse_completion
+from glm5.serve.answer import Run, answer_events, answer_whole
+from glm5.serve.chat import ChatFormat, parse_chat
+from glm5.serve.completions import parse_completion
 from glm5.serve.protocol import ApiError
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 
@@ -63,16 +65,24 @@ def body(**extra: Any) -> dict[str, Any]:
 
 
 def whole(tokenizer: Tokenizer, generation: Generation, **extra: Any) -> dict[str, Any]:
-    return asyncio.run(answer_whole(parse_chat(body(**extra), tokenizer, "tiny", 99), tokenizer, generation))
+    return run_whole(tokenizer, generation, parse_chat(body(**extra), tokenizer, "tiny", 99))
+
+
+def run_whole(tokenizer: Tokenizer, generation: Generation, form: Any) -> dict[str, Any]:
+    return asyncio.run(answer_whole(form, Run(form.request, tokenizer, [generation])))
+
+
+def parsed(tokenizer: Tokenizer, **extra: Any) -> ChatFormat:
+    return parse_chat(body(**extra), tokenizer, "tiny", 99)
 
 
 def events(tokenizer: Tokenizer, generation: Generation, **extra: Any) -> list[dict[str, Any]]:
     async def read() -> list[bytes]:
-        request = parse_chat(body(stream=True, **extra), tokenizer, "tiny", 99)
-        return [event async for event in answer_events(request, tokenizer, generation)]
+        form = parsed(tokenizer, stream=True, **extra)
+        return [event async for event in answer_events(form, Run(form.request, tokenizer, [generation]))]
 
-    raw = asyncio.run(read())
-    assert raw[-1] == b"data: [DONE]\n\n"
+    raw = b"".join(asyncio.run(read())).removesuffix(b"\n\n").split(b"\n\n")
+    assert raw[-1] == b"data: [DONE]"
     return [json.loads(event.removeprefix(b"data: ")) for event in raw[:-1]]
 
 
@@ -144,14 +154,16 @@ def test_streamed_deltas_add_up_to_the_whole_answer(tokenizer: Tokenizer, make) 
 def test_thinking_off_gives_plain_content(tokenizer: Tokenizer) -> None:
     for switch in (
         {"enable_thinking": False},
+        {"reasoning_effort": "none"},
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"thinking": {"type": "disabled"}},
     ):
-        request = parse_chat(body(**switch), tokenizer, "tiny", 99)
-        assert tokenizer.decode(request.ids).endswith("<|assistant|></think>") and not request.thinking
+        request = parsed(tokenizer, **switch).request
+        assert tokenizer.decode(request.prompts[0]).endswith("<|assistant|></think>") and not request.thinking
         message = whole(tokenizer, scripted(tokenizer, "just text", "<|user|>"), **switch)["choices"][0]["message"]
         assert message == {"role": "assistant", "content": "just text"}
-    assert tokenizer.decode(parse_chat(body(), tokenizer, "tiny", 99).ids).endswith("<|assistant|><think>")
+    for switch in ({}, {"reasoning_effort": "high"}, {"reasoning_effort": "none", "enable_thinking": True}):
+        assert tokenizer.decode(parsed(tokenizer, **switch).request.prompts[0]).endswith("<|assistant|><think>")
 
 
 def test_preserved_thinking_keeps_earlier_reasoning(tokenizer: Tokenizer) -> None:
@@ -160,15 +172,19 @@ def test_preserved_thinking_keeps_earlier_reasoning(tokenizer: Tokenizer) -> Non
         {"role": "assistant", "content": "yo", "reasoning_content": "hm"},
         {"role": "user", "content": "more"},
     ]
-    kept = parse_chat(body(messages=messages, clear_thinking=False), tokenizer, "tiny", 99)
-    cleared = parse_chat(body(messages=messages), tokenizer, "tiny", 99)
-    assert "<think>hm</think>yo" in tokenizer.decode(kept.ids) and "hm" not in tokenizer.decode(cleared.ids)
+    kept, cleared = (
+        tokenizer.decode(parsed(tokenizer, messages=messages, **switch).request.prompts[0])
+        for switch in ({"clear_thinking": False}, {})
+    )
+    assert "<think>hm</think>yo" in kept and "hm" not in cleared
 
 
 def test_tools_are_declared_unless_the_choice_is_none(tokenizer: Tokenizer) -> None:
-    declared = tokenizer.decode(parse_chat(body(tools=TOOLS), tokenizer, "tiny", 99).ids)
-    assert '"name": "add"' in declared
-    assert "add" not in tokenizer.decode(parse_chat(body(tools=TOOLS, tool_choice="none"), tokenizer, "tiny", 99).ids)
+    declared, hidden = (
+        tokenizer.decode(parsed(tokenizer, tools=TOOLS, tool_choice=choice).request.prompts[0])
+        for choice in ("auto", "none")
+    )
+    assert '"name": "add"' in declared and "add" not in hidden
 
 
 def test_a_stop_string_ends_the_answer(tokenizer: Tokenizer) -> None:
@@ -192,7 +208,7 @@ def test_log_probs_and_token_ids_cover_every_sampled_id(tokenizer: Tokenizer) ->
     ids = [*tokenizer.encode("a</think>日本", allow_special=True), tokenizer.special_id("<|user|>")]
     found = whole(tokenizer, scripted(tokenizer, "a</think>日本", "<|user|>"), logprobs=True, return_token_ids=True)
     choice = found["choices"][0]
-    assert choice["token_ids"] == ids and found["prompt_token_ids"] == parse_chat(body(), tokenizer, "tiny", 9).ids
+    assert choice["token_ids"] == ids and found["prompt_token_ids"] == parsed(tokenizer).request.prompts[0]
     assert [item["logprob"] for item in choice["logprobs"]["content"]] == [-0.5] * len(ids)
     streamed = events(tokenizer, trickle(tokenizer, "a</think>日本", "<|user|>"), logprobs=True, return_token_ids=True)
     choices = [event["choices"][0] for event in streamed]
@@ -208,18 +224,28 @@ def test_log_probs_and_token_ids_cover_every_sampled_id(tokenizer: Tokenizer) ->
         ({"messages": []}, 400, "messages"),
         ({"messages": "hi"}, 400, "messages"),
         ({"messages": [3]}, 400, "messages"),
+        ({"messages": [{"role": {}, "content": "x"}]}, 400, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, 400, "messages"),
-        ({"n": 2}, 400, "n"),
+        ({"n": 0}, 400, "n"),
+        ({"n": 10**6}, 400, "n"),
         ({"temperature": "hot"}, 400, "temperature"),
         ({"stream": "yes"}, 400, "stream"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"max_tokens": True}, 400, "max_tokens"),
         ({"stop": [1]}, 400, "stop"),
         ({"tools": [{}]}, 400, "tools"),
-        ({"tool_choice": "required"}, 400, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"tools": [{"function": {"name": "f", "parameters": 3}}]}, 400, "tools"),
+        ({"tool_choice": "required"}, 400, "tools"),
+        ({"tool_choice": "sometimes"}, 400, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": TOOLS}, 400, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, 400, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, 400, "response_format"),
         ({"top_logprobs": 3}, 400, "top_logprobs"),
-        ({"logit_bias": {"1": 2}}, 400, "logit_bias"),
+        ({"logit_bias": {"x": 2}}, 400, "logit_bias"),
+        ({"logit_bias": {"1": 200}}, 400, "logit_bias"),
+        ({"logit_bias": {"1": None}}, 400, "logit_bias"),
+        ({"reasoning_effort": "extreme"}, 400, "reasoning_effort"),
+        ({"functions": [{}]}, 400, "functions"),
         ({"temperature": 10**400}, 400, "temperature"),
     ],
 )
@@ -244,12 +270,14 @@ def test_messages_that_the_format_cannot_express_are_data_errors(tokenizer: Toke
 def test_completions_take_text_or_ids(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the fox")
     for prompt in ("the fox", ids, ["the fox"], [ids]):
-        assert parse_completion({"model": "tiny", "prompt": prompt}, tokenizer, "tiny").ids == ids
-    for prompt in (["a", "b"], [1.5], 7, None):
+        assert parse_completion({"model": "tiny", "prompt": prompt}, tokenizer, "tiny").request.prompts == [ids]
+    two = parse_completion({"model": "tiny", "prompt": ["the fox", ids]}, tokenizer, "tiny")
+    assert two.request.prompts == [ids, ids]
+    for prompt in ([1.5], ["a", 1], [["a"]], 7, None):
         with pytest.raises(ApiError, match="prompt"):
             parse_completion({"model": "tiny", "prompt": prompt}, tokenizer, "tiny")
     request = parse_completion({"model": "tiny", "prompt": ids, "logprobs": 0}, tokenizer, "tiny")
-    found = asyncio.run(answer_whole(request, tokenizer, scripted(tokenizer, "over <think>", "<|user|>")))
+    found = run_whole(tokenizer, scripted(tokenizer, "over <think>", "<|user|>"), request)
     assert (
         found["choices"][0]["text"] == "over <think>" and found["choices"][0]["logprobs"]["token_logprobs"][0] == -0.5
     )

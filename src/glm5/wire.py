@@ -1,8 +1,11 @@
-"""A lean HTTP client for JSON services: one coroutine per request, connections kept alive, every call has a deadline.
+"""A lean HTTP/1.1 client for JSON services: asyncio protocol, httptools parser, connections kept per origin.
 
-An agent harness makes a few small requests per episode, and tens of episodes run each second beside a trainer on the
-same processor; a general client costs about 2 ms of processor time per request here, this one about 0.3 ms. The parser
-is httptools, which the server side uses too. Requests are never repeated: a model call is not idempotent.
+Everything that talks between our processes is a small request, and tens of episodes run each second beside a trainer on
+the same processor: a general client costs about 2 ms of processor time per request here, this one about 0.3 ms. No
+redirects, cookies, proxies, compression or streaming. Requests are never repeated: a model call is not idempotent.
+
+``request`` gives the raw response and raises OSError; ``post``, ``get`` and ``delete`` take and give JSON and raise
+ServiceError. A cancelled request closes its connection, which is how the server learns that nobody wants the answer.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import json
 import ssl
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,9 +23,13 @@ import httptools
 
 from glm5.errors import ServiceError
 
-_IDLE_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
+IDLE_S = 30.0
 """A connection unused for longer is not reused: the server may be about to close it."""
-Origin = tuple[str, str, int]
+
+
+class ConnectFailure(ConnectionError):
+    """No connection could be made."""
 
 
 class HttpStatusError(ServiceError):
@@ -35,7 +43,7 @@ class HttpStatusError(ServiceError):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A complete answer."""
+    """Status and whole body."""
 
     status: int
     body: bytes
@@ -48,16 +56,65 @@ class Response:
             raise ServiceError(f"expected a JSON answer, got {self.body[:80]!r}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a server listens."""
+
+    host: str
+    port: int
+    is_tls: bool
+
+
+@lru_cache(maxsize=4096)
+def split_url(url: str) -> tuple[Origin, str]:
+    """(origin, target with query) of an absolute URL. Raises ServiceError for anything else."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        port = 0
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port:
+        raise ServiceError(f"URL {url!r}: expected http://HOST:PORT")
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    return Origin(parts.hostname, port, parts.scheme == "https"), target
+
+
 class HttpClient:
-    """Keeps connections per origin; use from one event loop. ``close`` when done."""
+    """Connections to any number of origins. Use on one event loop; ``close`` when done."""
 
     def __init__(self) -> None:
         self._idle: dict[Origin, list[_Connection]] = defaultdict(list)
         self._tls: ssl.SSLContext | None = None
+        self._is_closed = False
+
+    async def request(self, method: str, url: str, body: bytes | None, timeout_s: float,
+                      key: str | None = None) -> Response:
+        """Send one request (``body`` is JSON, ``key`` a bearer token) and return the whole response. Raises OSError:
+        ConnectFailure when nobody listens, TimeoutError at the deadline, ConnectionError when the connection breaks;
+        ServiceError for a URL that is none."""
+        origin, target = split_url(url)
+        head = (f"{method} {target} HTTP/1.1\r\nhost: {origin.host}:{origin.port}\r\n"
+                f"content-length: {len(body or b'')}\r\n")
+        if body is not None:
+            head += "content-type: application/json\r\n"
+        if key is not None:
+            head += f"authorization: Bearer {key}\r\n"
+        async with asyncio.timeout(timeout_s):
+            connection = self._take_idle(origin) or await self._connect(origin)
+            try:
+                response = await connection.exchange(head.encode() + b"\r\n" + (body or b""))
+            except BaseException:
+                connection.abort()
+                raise
+        if connection.is_reusable and not self._is_closed:
+            self._idle[origin].append(connection)
+        else:
+            connection.abort()
+        return response
 
     async def post(self, url: str, body: Any, timeout_s: float, key: str | None = None) -> Any:
         """POST JSON; the decoded answer. Raises HttpStatusError for 4xx/5xx, ServiceError for anything else."""
-        return await self._checked("POST", url, body, timeout_s, key)
+        return await self._checked("POST", url, json.dumps(body, separators=(",", ":")).encode(), timeout_s, key)
 
     async def get(self, url: str, timeout_s: float, key: str | None = None) -> Any:
         """GET; the decoded answer. Raises as ``post``."""
@@ -67,17 +124,17 @@ class HttpClient:
         """DELETE; the decoded answer. Raises as ``post``."""
         return await self._checked("DELETE", url, None, timeout_s, None)
 
-    async def close(self) -> None:
-        """Close every idle connection."""
+    def close(self) -> None:
+        """Close every idle connection; those in use close when their request ends."""
+        self._is_closed = True
         for connections in self._idle.values():
             for connection in connections:
                 connection.abort()
         self._idle.clear()
 
-    async def _checked(self, method: str, url: str, body: Any, timeout_s: float, key: str | None) -> Any:
+    async def _checked(self, method: str, url: str, body: bytes | None, timeout_s: float, key: str | None) -> Any:
         try:
-            async with asyncio.timeout(timeout_s):
-                response = await self._request(method, url, body, key)
+            response = await self.request(method, url, body, timeout_s, key)
         except TimeoutError:
             raise ServiceError(f"{url}: no answer within {timeout_s:g} s") from None
         except OSError as error:
@@ -86,50 +143,33 @@ class HttpClient:
             raise HttpStatusError(response.status, url, response.body)
         return response.json() if response.body else None
 
-    async def _request(self, method: str, url: str, body: Any, key: str | None) -> Response:
-        parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        origin = (parts.scheme, parts.hostname or "", port)
-        payload = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
-        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        head = f"{method} {target} HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-length: {len(payload)}\r\n"
-        if body is not None:
-            head += "content-type: application/json\r\n"
-        if key is not None:
-            head += f"authorization: Bearer {key}\r\n"
-        connection = await self._connect(origin)
-        try:
-            response = await connection.exchange(head.encode() + b"\r\n" + payload)
-        except BaseException:
-            connection.abort()
-            raise
-        if connection.is_reusable:
-            self._idle[origin].append(connection)
-        else:
-            connection.abort()
-        return response
-
-    async def _connect(self, origin: Origin) -> _Connection:
-        now = asyncio.get_running_loop().time()
+    def _take_idle(self, origin: Origin) -> _Connection | None:
+        oldest = asyncio.get_running_loop().time() - IDLE_S
         idle = self._idle[origin]
         while idle:
             connection = idle.pop()
-            if connection.is_reusable and now - connection.used_at < _IDLE_S:
+            if connection.is_reusable and connection.used_at > oldest:
                 return connection
             connection.abort()
-        scheme, host, port = origin
-        if scheme == "https" and self._tls is None:
+        return None
+
+    async def _connect(self, origin: Origin) -> _Connection:
+        if origin.is_tls and self._tls is None:
             self._tls = ssl.create_default_context()
-        _, protocol = await asyncio.get_running_loop().create_connection(
-            _Connection, host, port, ssl=self._tls if scheme == "https" else None)
-        return protocol
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    _Connection, origin.host, origin.port, ssl=self._tls if origin.is_tls else None)
+        except OSError as error:
+            raise ConnectFailure(f"cannot connect ({error or type(error).__name__})") from None
+        return connection
 
 
 class _Connection(asyncio.Protocol):
     """One connection; one exchange at a time."""
 
     def __init__(self) -> None:
-        self.used_at = 0.0
+        self.used_at = asyncio.get_running_loop().time()
         self._transport: Any = None  # uvloop's transports are no subclass of asyncio.Transport
         self._waiter: asyncio.Future[Response] | None = None
         self._parser: Any = None
@@ -139,12 +179,12 @@ class _Connection(asyncio.Protocol):
     @property
     def is_reusable(self) -> bool:
         """Open, idle and kept alive by the server."""
-        return self._keep_alive and self._transport is not None and not self._transport.is_closing()
+        return self._keep_alive and not self._transport.is_closing()
 
     async def exchange(self, request: bytes) -> Response:
         """Send a request, wait for its answer. The caller sets the deadline."""
-        if self._transport is None or self._transport.is_closing():
-            raise ConnectionResetError("connection closed")
+        if self._transport.is_closing():
+            raise ConnectionResetError("the connection was closed")
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
         self._parser = httptools.HttpResponseParser(self)
@@ -158,8 +198,7 @@ class _Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close at once."""
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio: the connection is open."""
@@ -167,7 +206,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """asyncio: bytes arrived."""
-        if self._waiter is None:  # nobody asked: an answer that we gave up on
+        if self._waiter is None or self._waiter.done():  # nobody asked: an answer that was given up
             self.abort()
             return
         try:
@@ -179,7 +218,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """asyncio: the connection is closed."""
         self._keep_alive = False
-        self._fail(error if isinstance(error, OSError) else ConnectionResetError("the server closed the connection"))
+        self._fail(error if isinstance(error, OSError) else ConnectionResetError("the connection was closed"))
 
     def on_body(self, data: bytes) -> None:
         """httptools: a piece of the body."""

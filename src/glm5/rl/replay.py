@@ -1,0 +1,167 @@
+"""Reading episodes back out of a ledger: what was recorded, as text or records, and how a checkpoint scores it now.
+
+Everything opens the ledger read-only, so that a run may go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import zlib
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glm5.errors import ServiceError
+from glm5.records import Episode, Trajectory, to_json, trajectory_from_json
+from glm5.runlog import write_atomic
+from glm5.tokenizer.bpe import load_tokenizer
+
+_COLUMNS = ("episodes.episode_id, episodes.group_id, task_id, taskset, outcome, reward, episodes.reason, started_at, "
+            "duration_s, body, slot, final, excluded, multiplicity, groups.state, groups.reason, batch_id, "
+            "trainer_step")
+_QUERY = f"SELECT {_COLUMNS} FROM episodes JOIN groups USING (group_id) LEFT JOIN batches USING (batch_id)"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEpisode:
+    """An episode and what became of it."""
+
+    episode: Episode
+    slot: int
+    """Its place in the group."""
+    final: bool
+    """False for an attempt that failed and was run again."""
+    excluded: str
+    """Why it may not be trained on; empty when it may."""
+    multiplicity: int
+    """How often it counts in its group; 0 when it does not."""
+    group_state: str
+    """``ready``, ``leased``, ``acked`` or ``dropped``."""
+    group_reason: str
+    """Why the group was dropped."""
+    batch_id: int | None
+    """Batch that trains or trained it."""
+    trainer_step: int | None
+    """Step at which that batch was leased."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeFilter:
+    """Which episodes; None takes all."""
+
+    taskset: str | None = None
+    outcome: str | None = None
+    state: str | None = None
+    """State of the group."""
+    limit: int | None = None
+    """Newest so many."""
+
+
+def ledger_path(run_dir: Path) -> Path:
+    """The ledger of a run directory. Raises ServiceError when there is none."""
+    path = run_dir / "ledger.sqlite"
+    if not path.is_file():
+        raise ServiceError(f"{path}: missing; give the run directory of an RL run")
+    return path
+
+
+def read_episodes(run_dir: Path, chosen: EpisodeFilter) -> Iterator[LedgerEpisode]:
+    """Matching episodes, newest first. Raises ServiceError when there is no ledger."""
+    conditions = {"taskset = ?": chosen.taskset, "outcome = ?": chosen.outcome, "groups.state = ?": chosen.state}
+    used = {condition: value for condition, value in conditions.items() if value is not None}
+    where = " WHERE " + " AND ".join(used) if used else ""
+    limit = -1 if chosen.limit is None else chosen.limit
+    with closing(_open(ledger_path(run_dir))) as database:
+        for row in database.execute(f"{_QUERY}{where} ORDER BY episodes.rowid DESC LIMIT ?", (*used.values(), limit)):
+            yield _ledger_episode(row)
+
+
+def read_episode(run_dir: Path, episode_id: str) -> LedgerEpisode:
+    """One episode. Raises ServiceError when the ledger does not hold it."""
+    path = ledger_path(run_dir)
+    with closing(_open(path)) as database:
+        row = database.execute(f"{_QUERY} WHERE episodes.episode_id = ?", (episode_id,)).fetchone()
+    if row is None:
+        raise ServiceError(f"{path}: no episode {episode_id!r}; list them with glm5 ledger list")
+    return _ledger_episode(row)
+
+
+def export_episodes(run_dir: Path, output: Path, chosen: EpisodeFilter) -> int:
+    """Write matching episodes as JSON lines (the fields of ``Episode`` and of ``LedgerEpisode``); their number."""
+    lines = []
+    for item in read_episodes(run_dir, chosen):
+        fate = {key: value for key, value in to_json(item).items() if key != "episode"}
+        lines.append(json.dumps({**to_json(item.episode), **fate}) + "\n")
+    write_atomic(output, "".join(lines))
+    return len(lines)
+
+
+def transcript(item: LedgerEpisode, checkpoint: Path) -> str:
+    """The episode as text, decoded with a checkpoint's tokenizer; sampled tokens stand between ⟦ and ⟧."""
+    tokenizer = load_tokenizer(checkpoint)
+    episode = item.episode
+    fate = item.excluded or item.group_reason or item.group_state
+    lines = [f"{episode.episode_id}  task {episode.task_id}  outcome {episode.outcome}  "
+             f"reward {episode.reward}  {fate}"]
+    if episode.reason:
+        lines.append(f"reason: {episode.reason}")
+    for number, trajectory in enumerate(episode.trajectories):
+        versions = sorted({version for version in trajectory.versions if version >= 0})
+        lines.append(f"--- trajectory {number}: {len(trajectory.ids)} tokens, {sum(trajectory.loss_mask)} sampled, "
+                     f"versions {versions}")
+        lines.append("".join(f"⟦{tokenizer.decode(ids)}⟧" if sampled else tokenizer.decode(ids)
+                             for sampled, ids in _spans(trajectory)))
+    return "\n".join(lines)
+
+
+def mismatch_rows(item: LedgerEpisode, checkpoint: Path) -> list[dict[str, Any]]:
+    """How a checkpoint scores the sampled tokens now, against what the engine recorded: result rows.
+
+    With the weights that sampled the episode, the mean difference shows the mismatch of engine and trainer alone.
+    """
+    import torch  # here, because listing and exporting need none of it
+
+    from glm5.model.checkpoint import load_model
+    from glm5.train.losses import token_logprobs
+
+    model = load_model(checkpoint, dtype=torch.float32)
+    differences: list[torch.Tensor] = []
+    with torch.no_grad():
+        for trajectory in item.episode.trajectories:
+            sampled = [t for t, on in enumerate(trajectory.loss_mask) if on]
+            hidden_BTD = model.hidden(torch.tensor([trajectory.ids]), attention="sparse").hidden_BTD
+            scored = token_logprobs(hidden_BTD[0, [t - 1 for t in sampled]], model.lm_head.weight,
+                                    torch.tensor([trajectory.ids[t] for t in sampled]), 1.0)
+            differences.append(scored - torch.tensor([trajectory.logprobs[t] for t in sampled]))
+    if not differences:
+        raise ServiceError(f"episode {item.episode.episode_id}: has no trajectory to score")
+    delta = torch.cat(differences)
+    return [{"name": "replay.tokens", "value": delta.numel(), "unit": "tokens"},
+            {"name": "replay.mean_abs_difference", "value": float(delta.abs().mean()), "unit": "nats"},
+            {"name": "replay.max_abs_difference", "value": float(delta.abs().max()), "unit": "nats"},
+            {"name": "replay.k3", "value": float((delta.double().expm1() - delta.double()).mean()), "unit": "nats"}]
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)
+
+
+def _ledger_episode(row: tuple[Any, ...]) -> LedgerEpisode:
+    body = json.loads(zlib.decompress(row[9]))
+    episode = Episode(episode_id=row[0], group_id=row[1], task_id=row[2], taskset=row[3], outcome=row[4], reward=row[5],
+                      reason=row[6], started_at=row[7], duration_s=row[8], reward_parts=body["reward_parts"],
+                      trajectories=[trajectory_from_json(item) for item in body["trajectories"]])
+    return LedgerEpisode(episode, row[10], bool(row[11]), *row[12:])
+
+
+def _spans(trajectory: Trajectory) -> list[tuple[bool, list[int]]]:
+    """Runs of sampled and of other tokens."""
+    spans: list[tuple[bool, list[int]]] = []
+    for token, sampled in zip(trajectory.ids, trajectory.loss_mask, strict=True):
+        if not spans or spans[-1][0] != sampled:
+            spans.append((sampled, []))
+        spans[-1][1].append(token)
+    return spans
