@@ -10,7 +10,7 @@ JSON object whose rows are ``ablation.VARIANT.METRIC``: the mean over the seeds;
 
 What is compared:
 
-- ``optimizer.*``: pre-training with Muon Split, plain Muon, AdamW (at its own rate, chosen on another seed).
+- ``optimizer.*``: pre-training with Muon Split, plain Muon, AdamW (at a rate of its own, picked by hand).
 - ``mtp.*``: one or three multi-token steps with shared parameters; tokens kept per verification of 4 drafts.
 - ``rope.*``: mid-training on longer rows with the RoPE base raised to 1e6 or left.
 - ``dsa.*``: from the same mid-trained model: dense attention, trained for as many tokens as sparse training has; sparse

@@ -39,7 +39,7 @@ STEPS = 16
 LONGEST_DELAY_S = 1.5
 STEP_TIMEOUT_S = 600.0
 _UNFINISHED = re.compile(r"\..+\.\d+\.(tmp|old)")
-_TIMES = {"time", "tokens_per_s"}
+_TIMES = {"time", "tokens_per_s", "data_wait"}
 Row = dict[str, Any]
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "glm5"
-BASE = {"errors", "records", "config", "runlog", "process", "wire"}
+BASE = {"errors", "records", "config", "runlog", "process", "wire", "device"}
 MAY_IMPORT = {
     "errors": set(),
     "records": set(),
@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "runlog": {"errors"},
     "process": {"errors", "runlog"},
     "wire": {"errors"},
+    "device": {"errors"},
     "tokenizer": BASE,
     "data": BASE | {"tokenizer"},
     "kernels": BASE,
@@ -26,7 +27,7 @@ MAY_IMPORT = {
     "rl": BASE | {"tokenizer", "data", "kernels", "model", "train", "engine", "serve", "gateway", "env"},
     "eval": BASE | {"tokenizer", "data", "kernels", "model", "engine", "serve", "gateway", "env"},
 }
-TORCH_FREE = {*BASE, "tokenizer", "gateway", "env"}
+TORCH_FREE = {*BASE - {"device"}, "tokenizer", "gateway", "env"}
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -59,7 +60,8 @@ def test_layers_import_only_what_the_table_allows():
 
 
 def test_torch_free_layers_leave_torch_unloaded():
-    modules = "glm5, glm5.process, glm5.tokenizer, glm5.gateway.app, glm5.env.service, glm5.env.client, glm5.cli"
+    modules = "glm5, glm5.process, glm5.device, glm5.tokenizer, glm5.gateway.app, glm5.env.service, glm5.env.client"
+    modules += ", glm5.cli"
     configs = "glm5.model.config, glm5.train.config, glm5.engine.config, glm5.rl.config"
     configs += ", glm5.rl.ledger, glm5.rl.orchestrator, glm5.data.loader, glm5.data.prepare"
     code = f"import {modules}, {configs}, sys; sys.exit('torch' in sys.modules)"

@@ -33,7 +33,7 @@ def test_a_checkpoint_is_whole_or_absent(small_disk):
     optimizer = build_optimizer(model, OptimizerConfig(lr=0.01))
     fill(small_disk)
     with pytest.raises(CheckpointError, match=r"000001: .*free") as caught:
-        save_checkpoint(small_disk, TrainerState(step=1), model, optimizer, None)
+        save_checkpoint(small_disk, TrainerState(step=1), model, optimizer.state_dict(), None)
     assert "\n" not in str(caught.value) and latest_checkpoint(small_disk) is None
     assert not [path for path in small_disk.rglob("*") if path.name not in ("filler", "checkpoints")]
 

@@ -22,6 +22,13 @@ from glm5.errors import ConfigError
 T = TypeVar("T")
 
 
+def require_at_least(least: float, **values: float) -> None:
+    """Raise ConfigError naming the first of ``values`` that is below ``least``."""
+    for name, value in values.items():
+        if value < least:
+            raise ConfigError(f"{name}={value} is below {least}; raise it")
+
+
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The tables of ``path`` merged over those of the file that it extends.
 

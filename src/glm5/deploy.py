@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 from glm5.config import build_config, read_toml
 from glm5.errors import ConfigError
-from glm5.model.config import ModelConfig, parameter_counts
+from glm5.model.config import ModelConfig
+from glm5.model.counts import parameter_counts
 
 Goal = Literal["latency", "throughput"]
 

@@ -133,16 +133,17 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 class RunLog:
-    """Writer of one run directory."""
+    """Writer of one run directory; of several processes of a run only one ``writes``."""
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path, writes: bool = True) -> None:
+        self.directory, self._writes = Path(directory), writes
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def write_config(self, config: Any) -> None:
         """Write the resolved configuration, a dataclass or a dict, as ``config.json``."""
         data = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config
-        write_atomic(self.directory / "config.json", json.dumps(data, indent=1, default=str) + "\n")
+        if self._writes:
+            write_atomic(self.directory / "config.json", json.dumps(data, indent=1, default=str) + "\n")
 
     def metrics(self, **values: Any) -> None:
         """Append one record to ``metrics.jsonl``; by convention it has ``step``."""
@@ -153,6 +154,8 @@ class RunLog:
         self._append("events.jsonl", {"time": round(time.time(), 3), "kind": kind, **values})
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
+        if not self._writes:
+            return
         line = (json.dumps(record, default=float) + "\n").encode()
         path = self.directory / name
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -170,7 +173,8 @@ class RunLog:
 class ProgressBar:
     """Progress of long work on stderr: a bar on a terminal, a plain line every few seconds elsewhere."""
 
-    def __init__(self, title: str, total: int, unit: str, progress: Progress | None) -> None:
+    def __init__(self, title: str, total: int, unit: str, progress: Progress | None, shown: bool = True) -> None:
+        self._shown = shown
         self._title, self._total, self._unit = title, total, unit
         self._progress = progress
         self._task = progress.add_task(title, total=total, note="") if progress else None
@@ -185,7 +189,7 @@ class ProgressBar:
             self._progress.update(self._task, completed=done, note=text)
             return
         now = time.monotonic()
-        if now - self._last_line >= LINE_PERIOD_S or done >= self._total > self._done:
+        if self._shown and (now - self._last_line >= LINE_PERIOD_S or done >= self._total > self._done):
             self._last_line = now
             eta = elapsed / max(done, 1) * max(self._total - done, 0)
             print(f"{self._title}: {done}/{self._total} {text} ETA {eta:.0f}s", file=sys.stderr, flush=True)
@@ -193,11 +197,11 @@ class ProgressBar:
 
 
 @contextmanager
-def progress_bar(title: str, total: int, unit: str = "tokens") -> Iterator[ProgressBar]:
-    """Show ``title`` while the body runs ``total`` steps; see ``ProgressBar.advance``."""
+def progress_bar(title: str, total: int, unit: str = "tokens", shown: bool = True) -> Iterator[ProgressBar]:
+    """Show ``title`` while the body runs ``total`` steps; see ``ProgressBar.advance``. Without ``shown``, nothing."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield ProgressBar(title, total, unit, None)
+    if not (shown and console.is_terminal):
+        yield ProgressBar(title, total, unit, None, shown)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"),
                TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn())

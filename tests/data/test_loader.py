@@ -139,3 +139,15 @@ def test_shards_can_be_tokenised_by_a_pool(tokenizer: Tokenizer, tmp_path: Path)
     prepared = prepare(preparation, tokenizer, tmp_path.with_name("pool"))
     build_shards(prepared.pending("train"), workers=2)
     assert not prepared.pending("train")
+
+
+class Deadly:
+    """A shard whose building kills the process."""
+
+    def build(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_while_it_tokenises_is_told() -> None:
+    with pytest.raises(ServiceError, match="a data worker died while it tokenised"):
+        build_shards([Deadly(), Deadly()], workers=1)  # type: ignore[list-item]

@@ -203,10 +203,12 @@ def test_repository_sequences_fit_into_a_row(tokenizer: Tokenizer, repository: P
     corpus = CorpusConfig(sources=(f"git:{repository}",), packing="whole",
                           repository=RepositoryConfig(enabled=True, commits=5))
     preparation = Preparation(corpora=(corpus,), length=400)
-    ((dataset, _),) = prepare(preparation, tokenizer, tmp_path / "c").datasets("train")
+    prepared = prepare(preparation, tokenizer, tmp_path / "c")
+    ((dataset, _),) = prepared.datasets("train")
     dataset.shard(0)
     table = np.load(dataset.shards[0].stem.with_name("train-00000.documents.npy"))
     assert np.diff(table[:, 0], prepend=0).max() <= 400
+    assert prepared.facts["text"]["dropped"] == {"change_too_long": 1}  # the first commit adds everything
     assert any("### Commit " in text and "### File: " in text for text in texts(dataset, tokenizer))
 
 

@@ -17,7 +17,7 @@ from .conftest import VOCABULARY, MakeEngine
 
 
 def edited(params: SamplingParams, prompt: list[int], sampled: list[int], logits: list[float]) -> list[float]:
-    edits = LogitEdits(params, np.array(prompt), None)
+    edits = LogitEdits(params, np.array(prompt), [], None)
     for token in sampled:
         edits.advance(token)
     logits_W = torch.tensor(logits)

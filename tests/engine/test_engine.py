@@ -17,10 +17,14 @@ import torch
 from glm5.engine.config import EngineConfig
 from glm5.engine.engine import Engine
 from glm5.engine.generation import Generation
+from glm5.engine.replacement import load_weights
 from glm5.engine.requests import Completion, ContextLengthError, EngineClosedError, InvalidRequestError, QueueFullError
 from glm5.errors import ConfigError, EngineError
+from glm5.model.cache import bytes_per_token
+from glm5.model.checkpoint import save_model
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.records import SamplingParams
+from glm5.train.losses import token_logprobs
 
 from .conftest import STOP, VOCABULARY, MakeEngine, make_model
 
@@ -42,6 +46,10 @@ def sampled(new: int = 12, seed: int | None = None) -> SamplingParams:
 
 def results(handles: list[Generation]) -> list[Completion]:
     return [handle.result(WAIT_S) for handle in handles]
+
+
+def cache_bytes(model: GlmMoeDsaForCausalLM, tokens: int, with_mtp: bool = False) -> int:
+    return tokens * bytes_per_token(model.config, torch.float32, 128, with_mtp)
 
 
 def by_full_forward(model: GlmMoeDsaForCausalLM, prompt: list[int], new: int) -> list[int]:
@@ -97,6 +105,26 @@ def test_prompt_log_probs_equal_the_forward_pass_across_chunks(
         assert (torch.tensor(item.prompt_logprobs[1:]) - log_softmax_of(model, prompt)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_equal_the_trainers(model: GlmMoeDsaForCausalLM, make_engine: MakeEngine, temperature: float) -> None:
+    """Chosen, most likely and prompt tokens, in batches and chunks, against what the loss of the trainer sees."""
+    engine = make_engine(prefill_chunk=9)
+    params = SamplingParams(temperature=temperature, max_new_tokens=20, stop_token_ids=(), top_logprobs=3)
+    for prompt, handle in [(prompt, engine.submit(prompt, params, prompt_logprobs=True)) for prompt in prompts(8, 15)]:
+        item = handle.result(WAIT_S)
+        ids = torch.tensor(prompt + item.output_ids)
+        with torch.no_grad():
+            hidden_MD = model.hidden(ids[None]).hidden_BTD[0]
+            expected = token_logprobs(hidden_MD[:-1], model.lm_head.weight, ids[1:], temperature)
+            everything = (model.lm_head(hidden_MD[len(prompt) - 1 : -1]) / temperature).log_softmax(-1)
+        found = torch.tensor(item.prompt_logprobs[1:] + item.logprobs)
+        assert (found - expected).abs().max() < 1e-5
+        best = everything.topk(3, dim=-1)
+        tops = handle.sequence.top_logprobs
+        assert [[token for token, _ in top] for top in tops] == best.indices.tolist()
+        assert (torch.tensor([[value for _, value in top] for top in tops]) - best.values).abs().max() < 1e-5
+
+
 def test_a_seeded_request_gives_the_same_tokens_in_any_company(make_engine: MakeEngine) -> None:
     engine = make_engine(max_slots=16)
     prompt = prompts(1, seed=3)[0]
@@ -133,6 +161,51 @@ def test_many_more_requests_than_slots_all_finish(make_engine: MakeEngine) -> No
     expected = results([roomy.submit(prompt, greedy(6)) for prompt in asked])
     assert [item.output_ids for item in found] == [item.output_ids for item in expected]
     assert engine.stats().running == engine.stats().queued == 0
+
+
+def test_preemption_loses_nothing(model: GlmMoeDsaForCausalLM, make_engine: MakeEngine) -> None:
+    asked = prompts(24, seed=12, low=5, high=40)
+    params = [sampled(20, seed=seed) if seed % 2 else greedy(20) for seed in range(24)]
+    small = make_engine(block_size=8, cache_bytes=cache_bytes(model, 160))
+    expected = make_engine(max_slots=24, prefix_cache=False)
+    handles = [small.submit(prompt, one, priority=n % 3) for n, (prompt, one) in enumerate(zip(asked, params, strict=True))]
+    for handle, prompt, one in zip(handles, asked, params, strict=True):
+        found, wanted = handle.result(WAIT_S), expected.submit(prompt, one).result(WAIT_S)
+        assert found.output_ids == wanted.output_ids and len(found.weight_versions) == 20
+        assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+    stats = small.stats()
+    assert stats.preemptions > 0 and stats.cache_bytes <= cache_bytes(model, 160)
+    assert stats.cache_blocks_used <= stats.cache_blocks == 20
+
+
+def test_a_preempted_request_keeps_its_penalties_prompt_scores_and_versions(
+    model: GlmMoeDsaForCausalLM, make_engine: MakeEngine, checkpoints: tuple[Path, Path]
+) -> None:
+    engine = make_engine(max_slots=1, prefill_chunk=8)
+    prompt = prompts(1, seed=13, low=30, high=31)[0]
+    params = SamplingParams(
+        temperature=0, max_new_tokens=30, stop_token_ids=(), frequency_penalty=1.5, repetition_penalty=1.3
+    )
+    alone = engine.submit(prompt, params, prompt_logprobs=True).result(WAIT_S)
+    low = engine.submit(prompt, params, prompt_logprobs=True)
+    for known in (1, 10, 20):
+        while len(low.sequence.versions) < known:
+            time.sleep(0.0005)
+        engine.submit([7, 8], greedy(2), priority=1).result(WAIT_S)
+    found = low.result(WAIT_S)
+    assert engine.stats().preemptions >= 1
+    assert found.output_ids == alone.output_ids and found.prompt_logprobs[0] is None
+    assert found.prompt_logprobs[1:] == pytest.approx(alone.prompt_logprobs[1:], abs=1e-5)
+
+
+def test_a_prompt_that_no_cache_can_hold_is_refused(model: GlmMoeDsaForCausalLM, make_engine: MakeEngine) -> None:
+    engine = make_engine(cache_bytes=cache_bytes(model, 64))
+    assert engine.max_context == 64
+    with pytest.raises(ContextLengthError, match="64 tokens and the prompt has 64"):
+        engine.submit([1] * 64)
+    assert len(engine.submit([1] * 60, greedy(50)).result(WAIT_S).output_ids) == 4
+    with pytest.raises(ConfigError, match="cache_bytes=100: holds 0 blocks"):
+        make_engine(cache_bytes=100)
 
 
 def test_the_prefix_cache_changes_no_token(make_engine: MakeEngine) -> None:
@@ -190,6 +263,13 @@ def test_keys_of_old_weights_are_not_reused(make_engine: MakeEngine, checkpoints
         assert item.output_ids == by_full_forward(make_model(1), prompt, 12)
 
 
+def test_half_precision_weights_run_in_fp32_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:
+    save_model(make_model(0).bfloat16(), tmp_path / "half")
+    for dtype, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        config = EngineConfig(dtype=dtype, device="cpu")
+        assert load_weights(tmp_path / "half", config).lm_head.weight.dtype == expected
+
+
 def break_file(directory: Path) -> None:
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -221,8 +301,6 @@ def test_a_bad_checkpoint_keeps_the_old_weights(
 def test_weights_that_are_not_finite_or_older_are_refused(
     make_engine: MakeEngine, checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    from glm5.model.checkpoint import save_model
-
     broken = make_model(2)
     with torch.no_grad():
         broken.lm_head.weight[3, 3] = torch.nan

@@ -259,6 +259,36 @@ def test_ragged_selection_then_attention_has_the_bits_of_the_fused_operation():
     assert torch.equal(out, cache.sparse(dispatch.ragged_dsa))
 
 
+@pytest.mark.parametrize("form", [dispatch, reference])
+@pytest.mark.parametrize(("block", "dtype"), [(16, torch.float32), (30, torch.float32), (50, torch.bfloat16)])
+def test_a_paged_cache_gives_the_bits_of_a_contiguous_one(form, block, dtype):
+    cache = Cache(dtype=dtype)
+    count = 150 // block
+    table = torch.randperm(5 * count, dtype=torch.int32).view(5, count)
+    cache.lengths_M.clamp_(max=count * block)
+    paged = []
+    for tensor in (cache.latent_PSK, cache.index_keys_PSX):
+        blocks = torch.full((5 * count + 3, block, tensor.shape[2]), float("nan"), dtype=dtype)
+        blocks[table.long()] = tensor[:, : count * block].unflatten(1, (count, block))
+        paged.append(blocks)
+    query = cache.q_MHK, cache.iq_MJX, cache.iw_MJ
+    place = cache.slots_M, cache.lengths_M, 64, 0.15, 48
+    assert torch.equal(form.ragged_dsa(*query, *paged, *place, table), cache.sparse(form.ragged_dsa))
+    positions = form.ragged_select(*query[1:], paged[1], *place[:3], table)
+    assert torch.equal(positions, cache.select(form.ragged_select, 64))
+    everything = form.ragged_attention(query[0], paged[0], *place[:2], None, *place[3:], table)
+    assert torch.equal(everything, form.ragged_attention(query[0], cache.latent_PSK, *place[:2], None, *place[3:]))
+
+
+def test_a_block_outside_of_the_cache_is_refused():
+    cache = Cache()
+    for wrong in (5, -1):
+        table = torch.tensor([[0], [1], [2], [3], [wrong]])
+        with pytest.raises(KernelError, match="entries of slot 4"):
+            dispatch.ragged_attention(cache.q_MHK, cache.latent_PSK, torch.full_like(cache.slots_M, 4),
+                                      torch.ones_like(cache.lengths_M), None, 0.15, 48, table)
+
+
 def test_ragged_selection_breaks_ties_towards_the_lower_position():
     cache = Cache()
     cache.index_keys_PSX[:] = torch.randint(-1, 2, cache.index_keys_PSX.shape) // 2  # few distinct scores, many zeros

@@ -92,17 +92,6 @@ def test_a_listed_key_that_does_not_exist_is_refused():
         dispatch.sparse_attention(torch.randn(1, 1, 2, 8), torch.randn(1, 9, 8), positions, 0.3, 4)
 
 
-def test_selection_within_ranges_equals_the_reference():
-    keys, iq, iw = torch.randn(3, 200, 16), torch.randn(40, 8, 16), torch.randn(40, 8)
-    slots, lengths = torch.randint(3, (40,)).sort().values, torch.randint(201, (40,))
-    starts = (lengths * torch.rand(40)).long()
-    starts[:4] = lengths[:4]  # nothing visible
-    expected = reference.ragged_select(iq, iw, keys, slots, lengths, 20, starts)
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        assert torch.equal(dispatch.ragged_select(iq, iw, keys, slots, lengths, 20, starts), expected)
-
-
 @pytest.mark.parametrize("order", ["random", "rising", "falling", "equal", "two values"])
 def test_a_long_context_is_selected_exactly_whatever_the_order_of_its_scores(order):
     length = 20000

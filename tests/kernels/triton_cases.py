@@ -100,27 +100,35 @@ def index_scores(device: torch.device) -> None:
 
 
 def selection(device: torch.device) -> None:
-    """Ties towards the lower position, NaN last, ranges, rows shorter than the selection."""
+    """Ties towards the lower position, NaN last, pages, ranges, rows shorter than the selection."""
     keys_PSX = torch.randint(-1, 2, (2, 40, 4)).float()
     keys_PSX[0, 7], keys_PSX[0, 9] = float("nan"), float("inf")
     iq_MJX, iw_MJ = torch.randn(5, 2, 4).sign(), torch.randn(5, 2).sign()
     slots_M, lengths_M = torch.tensor([0, 1, 0, 1, 0]), torch.tensor([40, 33, 3, 0, 20])
-    for starts_M in (None, torch.tensor([0, 20, 1, 0, 11])):
-        arguments = (iq_MJX, iw_MJ, keys_PSX, slots_M, lengths_M, 6, starts_M)
+    paged = keys_PSX.view(8, 10, 4), torch.tensor([[0, 1, 2, 3], [5, 4, 7, 6]], dtype=torch.int32)
+    for cache_PSX, table_UZ in ((keys_PSX, None), paged):
+        arguments = (iq_MJX, iw_MJ, cache_PSX, slots_M, lengths_M, 6, table_UZ)
         with dispatch.prefer("triton"):
             got_MK = dispatch.ragged_select(*(x.to(device) if isinstance(x, Tensor) else x for x in arguments))
         want_MK = reference.ragged_select(*arguments)
         assert got_MK is not None and want_MK is not None and torch.equal(got_MK.cpu(), want_MK)
+    first_BT, last_BT = torch.tensor([[0, 20, 1, 0, 11]]).expand(2, -1), torch.tensor([[40, 33, 3, 0, 20]]).expand(2, -1)
+    selection = (iq_MJX.expand(2, -1, -1, -1), keys_PSX, iw_MJ.expand(2, -1, -1), 0.5, first_BT, last_BT, 6)
+    with dispatch.prefer("triton"):
+        got_BTK = dispatch.select_positions(*(x.to(device) if isinstance(x, Tensor) else x for x in selection))
+    assert torch.equal(got_BTK.cpu(), reference.select_positions(*selection))
 
 
 def ragged_attention(device: torch.device) -> None:
     q_MHK, latent_PSK = torch.randn(4, 3, 20), torch.randn(2, 12, 20)
     slots_M, lengths_M = torch.tensor([1, 0, 1, 0]), torch.tensor([12, 5, 0, 1])
+    paged = latent_PSK.view(6, 4, 20), torch.tensor([[5, 0, 3], [2, 4, 1]], dtype=torch.int32)
     for positions_MK in (None, torch.tensor([[0, 3, 11], [1, 4, -1], [-1, -1, -1], [0, -1, -1]])):
-        arguments = (q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, 0.3, 12)
-        with dispatch.prefer("triton"):
-            got_MHC = dispatch.ragged_attention(*(x.to(device) if isinstance(x, Tensor) else x for x in arguments))
-        torch.testing.assert_close(got_MHC.cpu(), reference.ragged_attention(*arguments), rtol=1e-4, atol=1e-4)
+        for cache_PSK, table_UZ in ((latent_PSK, None), paged):
+            arguments = (q_MHK, cache_PSK, slots_M, lengths_M, positions_MK, 0.3, 12, table_UZ)
+            with dispatch.prefer("triton"):
+                got_MHC = dispatch.ragged_attention(*(x.to(device) if isinstance(x, Tensor) else x for x in arguments))
+            torch.testing.assert_close(got_MHC.cpu(), reference.ragged_attention(*arguments), rtol=1e-4, atol=1e-4)
 
 
 def experts(device: torch.device) -> None:

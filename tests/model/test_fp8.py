@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from glm5.errors import CheckpointError
-from glm5.model.cache import SlotCache
+from glm5.model.cache import KeyCache
 from glm5.model.checkpoint import load_model, read_published, save_model, state_dict_published
 from glm5.model.convert import Conversion, convert_checkpoint
 from glm5.model.fp8 import FP8, dequantise, is_quantised_name, quantise
@@ -113,7 +113,7 @@ def test_the_kv_up_projection_is_split_after_it_is_dequantised(quantised: Path) 
     assert up.shape[0] == 2 * (12 + 72)  # two heads in two block rows: the second head begins inside the first
     ids = random_ids(1, 30)
     with torch.no_grad():
-        cache = SlotCache(model.config, 1, 32)
+        cache = KeyCache(model.config, 1, 32)
         cached = model.ragged(ids[0], torch.arange(30), torch.zeros(30, dtype=torch.long), cache)
         torch.testing.assert_close(cached, model(ids).logits[0], rtol=0, atol=2e-4)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from glm5.kernels import dispatch
-from glm5.model.cache import SlotCache
+from glm5.model.cache import KeyCache
 from glm5.model.checkpoint import state_dict_published
 from glm5.model.config import preset
 from glm5.model.indexer import Indexer, KeyNorm
@@ -44,7 +44,7 @@ def test_half_split_index_rope_runs_packed_and_cached_alike_and_differs_from_int
     model = tiny_model(indexer_rope_interleave=False)
     ids = random_ids(1, 64)
     logits = model(ids).logits[0]
-    cached = model.ragged(ids[0], torch.arange(64), torch.zeros(64, dtype=torch.long), SlotCache(model.config, 1, 64))
+    cached = model.ragged(ids[0], torch.arange(64), torch.zeros(64, dtype=torch.long), KeyCache(model.config, 1, 64))
     torch.testing.assert_close(cached, logits, rtol=0, atol=1e-4)
     assert (tiny_model()(ids).logits[0] - logits).abs().max() > 0.1
 
@@ -104,7 +104,7 @@ def test_a_key_like_the_query_is_found_at_any_depth_around_index_topk(length: in
 def test_a_sequence_that_crosses_index_topk_between_two_steps_keeps_its_logits(boundary: int) -> None:
     model = tiny_model(num_hidden_layers=4, indexer_types=("full", "shared", "full", "shared"))
     ids = random_ids(1, boundary + 8)
-    cache = SlotCache(model.config, 2, 64)
+    cache = KeyCache(model.config, 2, 64)
     steps = [(0, boundary - 1), (boundary - 1, boundary), (boundary, boundary + 1), (boundary + 1, boundary + 8)]
     logits = [model.ragged(ids[0, start:stop], torch.arange(start, stop), torch.ones(stop - start, dtype=torch.long),
                            cache) for start, stop in steps]
@@ -128,7 +128,7 @@ def test_dims_without_a_native_tile_give_the_logits_of_the_reference(monkeypatch
     native = model(ids, indexer_loss=True)
     with torch.no_grad():
         cached = model.ragged(ids[0], torch.arange(30), torch.zeros(30, dtype=torch.long),
-                              SlotCache(model.config, 1, 30))
+                              KeyCache(model.config, 1, 30))
     monkeypatch.setattr(dispatch, "_native", lambda _tensor: False)
     plain = model(ids, indexer_loss=True)
     torch.testing.assert_close(native.logits, plain.logits, rtol=0, atol=1e-4)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from glm5.errors import CheckpointError, ConfigError
 from glm5.kernels.integer import unpack_int4
-from glm5.model.cache import SlotCache
+from glm5.model.cache import KeyCache
 from glm5.model.checkpoint import load_model, read_published, save_model, state_dict_published
 from glm5.model.quantize.export import Transforms, Variant, quantise_checkpoint
 from glm5.model.quantize.fake import rounded
@@ -144,7 +144,7 @@ def test_figures_are_those_of_the_directory_that_was_written(saved: Path, transf
 def test_a_quantised_model_generates_over_a_cache_as_it_scores(saved: Path) -> None:
     model = load_model(export(saved, PLAN, Transforms(rotation="online"))[0])
     ids = random_ids(1, 30)
-    cache = SlotCache(model.config, 1, 64)
+    cache = KeyCache(model.config, 1, 64)
     logits = model.ragged(ids[0], torch.arange(30), torch.zeros(30, dtype=torch.long), cache)
     with torch.no_grad():
         torch.testing.assert_close(logits, model(ids).logits[0], rtol=0.05, atol=0.15)

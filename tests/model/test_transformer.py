@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from glm5.model import layers
-from glm5.model.cache import SlotCache
+from glm5.model.cache import KeyCache
 from glm5.model.mla import AttentionMode, RaggedStep
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from model.tiny import random_ids, tiny_model
@@ -235,9 +235,10 @@ def test_layers_run_one_by_one_and_a_shared_layer_without_a_selection_is_refused
     third = model.model.layers[2](second.hidden_BTD, packed, mode)
     logits = model.lm_head(model.model.norm(third.hidden_BTD))
     assert torch.equal(logits, model(ids).logits)
-    cache = SlotCache(model.config, 1, 40)
+    cache = KeyCache(model.config, 1, 40)
     places = torch.arange(40), torch.zeros(40, dtype=torch.long)
-    step = RaggedStep(*model._rotary(places[0], torch.float32), places[1], places[0], places[0] + 1, True)
+    step = RaggedStep(*model._rotary(places[0], torch.float32), places[1], places[0] + 1, places[0], cache.table_UZ,
+                      True)
     with pytest.raises(ValueError, match="no indexer and got no selection"):
         model.model.layers[1].ragged(first.hidden_BTD[0], step, cache.latent_LPSK[1], cache.index_keys_LPSX[1], ())
 

@@ -368,3 +368,23 @@ def test_an_abort_before_the_first_event_is_raised_and_later_it_is_an_event() ->
     assert events[-1] == ("error", {"type": "error", "error": events[-1][1]["error"]})
     assert events[-1][1]["error"]["type"] == "overloaded_error"
     assert read_events(response(True), Replay(ids, [1], "abort"))[-1][1]["code"] == "aborted"
+
+
+def test_answers_that_run_ahead_of_a_slow_reader_give_every_token_once() -> None:
+    """Both generations have given all their chunks before the first piece is read."""
+    form = chat(True, n=2, logprobs=True, return_token_ids=True, stop=[])
+    ids = TOKENIZER.encode("one two three four five")
+    sources = [Replay(ids, list(range(1, len(ids))), "length") for _ in range(2)]
+
+    async def read() -> list[bytes]:
+        return [part async for part in answer_events(form, Run(form.request, TOKENIZER, sources))]
+
+    text = b"".join(asyncio.run(read())).decode()
+    found: dict[int, list[int]] = {0: [], 1: []}
+    ends = []
+    for block in text.split("\n\n"):
+        if block.startswith("data: {"):
+            for choice in json.loads(block.removeprefix("data: "))["choices"]:
+                found[choice["index"]] += choice.get("token_ids") or []
+                ends += [choice["index"]] if choice["finish_reason"] else []
+    assert found == {0: ids, 1: ids} and sorted(ends) == [0, 1]

@@ -35,7 +35,7 @@ OPTIMIZER = OptimizerConfig(lr=0.01)
 def write(run_dir, step, model=None):
     model = model or tiny_model()
     return save_checkpoint(run_dir, TrainerState(step=step, tokens=7 * step, batch_ids=("b1", "b2"), policy_version=3),
-                           model, build_optimizer(model, OPTIMIZER), None, {"stage": "pretrain"})
+                           model, build_optimizer(model, OPTIMIZER).state_dict(), None, {"stage": "pretrain"})
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):

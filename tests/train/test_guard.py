@@ -12,7 +12,7 @@ from glm5.model.checkpoint import load_model
 from glm5.runlog import read_jsonl
 from glm5.train.checkpoint import TrainerState, latest_checkpoint
 from glm5.train.config import GuardConfig
-from glm5.train.guard import judge, load_batch, remember, replay
+from glm5.train.guard import judge, keep_batch, load_batch, remember, replay, replay_weights
 from glm5.train.loop import Training, objective_of
 from glm5.train.optimizers import build_optimizer
 
@@ -78,15 +78,20 @@ def test_a_loss_spike_changes_no_weight_and_no_optimizer_state_and_its_batch_run
     assert event["kind"] == "step_skipped" and event["step"] == 30 and "above the mean" in event["reason"]
     assert 30 not in {record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")}
 
-    batch, reason = load_batch(tmp_path / "skipped" / "000030.safetensors")
+    batch, reason = load_batch(tmp_path, 30)
     assert reason == event["reason"] and torch.equal(batch.ids_BT, packed_batch(seed=9).ids_BT)
-    rows = {row["name"]: row["value"] for row in replay(tmp_path, 30, objective_of(config))}
+    weights = replay_weights(tmp_path, 30, None)
+    model = load_model(weights)
+    rows = {row["name"]: row["value"] for row in replay(tmp_path, 30, objective_of(config), model, 29)}
+    assert weights.name == "000029" and rows["replay.weights_step"] == 29
     losses = [rows[f"replay.loss.row{row}"] for row in range(4)]
     labels = batch.loss_mask_BT.sum(1)
     mean = float((torch.tensor(losses) * labels).sum() / labels.sum())
     assert mean == pytest.approx(float(event["losses"]["loss"]), rel=1e-4)  # what the step saw
     with pytest.raises(CheckpointError, match="steps with one: 000030"):
-        replay(tmp_path, 12, objective_of(config))
+        load_batch(tmp_path, 12)
+    with pytest.raises(CheckpointError, match="no checkpoint before step 12"):
+        replay_weights(tmp_path, 12, None)
 
 
 def test_the_run_gives_up_after_the_stated_number_of_spikes(tmp_path, tokenizer_dir):
@@ -102,3 +107,12 @@ def test_the_run_gives_up_after_the_stated_number_of_spikes(tmp_path, tokenizer_
     state = json.loads((latest_checkpoint(tmp_path) / "trainer" / "state.json").read_text())
     assert len(state["recent_losses"]) == 4  # a resumed run compares with the same steps
 
+
+
+def test_the_parts_of_several_processes_are_joined_and_shared_rows_taken_once(tmp_path):
+    halves = [packed_batch(seed=seed) for seed in (1, 2)]
+    for number, batch in enumerate((halves[0], halves[0], halves[1])):
+        keep_batch(tmp_path, 7, batch, "why", f".process{number}")
+    joined, reason = load_batch(tmp_path, 7)
+    assert reason == "why" and torch.equal(joined.ids_BT, torch.cat([half.ids_BT for half in halves]))
+    assert not list(tmp_path.rglob("*.tmp"))

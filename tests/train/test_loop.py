@@ -52,7 +52,7 @@ def curve(run_dir):
     """Loss and gradient norm by step; a step trained twice must have had equal values."""
     points = {}
     for record in read_jsonl(run_dir / "metrics.jsonl"):
-        point = {key: value for key, value in record.items() if key not in ("time", "tokens_per_s")}
+        point = {key: value for key, value in record.items() if key not in ("time", "tokens_per_s", "data_wait")}
         assert points.setdefault(record["step"], point) == point
     return points
 

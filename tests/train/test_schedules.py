@@ -1,11 +1,13 @@
 """Learning-rate schedules against the numbers of the published recipe."""
 
+from functools import partial
 from itertools import islice
 
 import pytest
 
+from glm5.data.packing import row_ranges
 from glm5.train.config import BatchRampConfig, ScheduleConfig, StageConfig
-from glm5.train.schedules import lr_factor, row_ranges, rows_of_step
+from glm5.train.schedules import lr_factor, rows_of_step
 
 
 def test_cosine_rises_linearly_then_falls_to_the_final_factor():
@@ -38,6 +40,7 @@ def test_a_step_beyond_the_last_keeps_the_final_factor():
 
 RAMP = StageConfig(stage="pretrain", name="p", tokenizer="t", steps=20, batch_rows=16, micro_rows=2,
                    batch_ramp=BatchRampConfig(first_rows=4, steps=8))
+ROWS = partial(rows_of_step, RAMP)
 
 
 def test_the_batch_grows_in_whole_micro_batches_to_its_size():
@@ -45,12 +48,12 @@ def test_the_batch_grows_in_whole_micro_batches_to_its_size():
 
 
 def test_every_row_is_taken_once_from_any_step_on_and_by_any_number_of_processes():
-    straight = list(islice(row_ranges(RAMP), 14))
+    straight = list(islice(row_ranges(ROWS), 14))
     numbers = [number for rows in straight for number in rows]
     assert numbers == list(range(len(numbers)))
     for start in (1, 5, 8, 11):
-        assert list(islice(row_ranges(RAMP, start), 3)) == straight[start : start + 3]
-    halves = [list(islice(row_ranges(RAMP, 2, part, 2), 4)) for part in (0, 1)]
+        assert list(islice(row_ranges(ROWS, start), 3)) == straight[start : start + 3]
+    halves = [list(islice(row_ranges(ROWS, 2, part, 2), 4)) for part in (0, 1)]
     assert [[*first, *second] for first, second in zip(*halves, strict=True)] == [list(rows) for rows in straight[2:6]]
 
 

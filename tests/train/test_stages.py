@@ -12,6 +12,7 @@ from glm5.data.conversations import read_conversations, render_conversation
 from glm5.errors import CheckpointError, ConfigError, ServiceError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import ModelConfig
+from glm5.model.convert import Conversion, convert_checkpoint
 from glm5.process import lock_directory
 from glm5.runlog import read_jsonl
 from glm5.tokenizer.bpe import load_tokenizer, train_tokenizer
@@ -129,6 +130,29 @@ def test_a_stage_stopped_half_way_ends_with_the_weights_of_an_uninterrupted_one(
     events = read_jsonl(tmp_path / "stopped" / "events.jsonl")
     assert [event["step"] for event in events if event["kind"] == "stage_started"] == [0, 2]
     assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(straight).items())
+
+
+def test_an_unfinished_stage_goes_on_with_the_same_rows_or_not_at_all(world, tmp_path):
+    config = world.config("pretrain", steps=5)
+    with pytest.raises(KeyboardInterrupt):
+        stop_after(3, config, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"unfinished run with batch_rows=2, now 4, which would skip or repeat rows"):
+        run_stage(dataclasses.replace(config, batch_rows=4), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"unfinished run with data.held_out_fraction=0.3, now 0.5"):
+        run_stage(dataclasses.replace(config, data=dataclasses.replace(config.data, held_out_fraction=0.5)),
+                  tmp_path / "run")
+    run_stage(dataclasses.replace(config, steps=4), tmp_path / "run")
+
+
+def test_a_stage_that_starts_from_bf16_trains_in_fp32(world, tmp_path):
+    """A step of 1e-5 is below the resolution of bf16: weights must not stay in the type that is stored."""
+    start = run_stage(world.config("pretrain"), tmp_path / "start")
+    convert_checkpoint(start, tmp_path / "bf16", Conversion(dtype=torch.bfloat16))
+    config = world.config("midtrain", init=str(tmp_path / "bf16"), tokenizer="", optimizer=OptimizerConfig(
+        lr=1e-5, kind="adamw", weight_decay=0.0))
+    before, after = weights(tmp_path / "bf16"), weights(run_stage(config, tmp_path / "run"))
+    moved = after["lm_head.weight"] - before["lm_head.weight"].float()
+    assert after["lm_head.weight"].dtype == torch.float32 and 0 < moved.abs().max() < 1e-4
 
 
 def test_a_finished_stage_is_not_run_again_and_other_settings_are_refused(world, tmp_path):

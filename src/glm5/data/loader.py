@@ -17,6 +17,8 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing.connection import Connection
@@ -144,14 +146,19 @@ def _answer(source: RowSource, numbers: range, length: int, seed: int) -> object
 
 
 def build_shards(shards: Sequence[Shard], workers: int = 0) -> None:
-    """Tokenise ``shards`` in ``workers`` processes; here without any. Raises what a worker raised."""
+    """Tokenise ``shards`` in ``workers`` processes; here without any. Raises what a worker raised, and ServiceError
+    when one is gone."""
     if not workers:
         for shard in shards:
             shard.build()
         return
     # No process is forked: threads of the tokenizer library may be running.
-    with multiprocessing.get_context("spawn").Pool(min(workers, len(shards) or 1), _prepare_worker) as pool:
-        pool.map(_build_one, shards, chunksize=1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _prepare_worker) as pool:
+        try:
+            deque(pool.map(_build_one, shards), maxlen=0)
+        except BrokenProcessPool:
+            raise ServiceError("a data worker died while it tokenised, often for lack of memory; run again with fewer "
+                               "data.workers, what is done is kept") from None
 
 
 def _prepare_worker() -> None:

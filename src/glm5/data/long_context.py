@@ -152,11 +152,8 @@ def _entries(rng: np.random.Generator, length: int, _haystack: str) -> Iterator[
         used += len(line)
         yield line
     yield "\n"
-    asked = [(topic, number) for topic in topics for number in range(len(entries[topic]))]
-    while True:
-        for index in rng.permutation(len(asked)):
-            topic, number = asked[int(index)]
-            yield f"{topic} number {number + 1}: {entries[topic][number]}\n"
+    for topic, number, text in _by_ordinal(rng, entries):
+        yield f"{topic} number {number}: {text}\n"
 
 
 def _needles(rng: np.random.Generator, length: int, haystack: str) -> Iterator[str]:
@@ -200,13 +197,18 @@ def _turns(rng: np.random.Generator, length: int, _haystack: str) -> Iterator[st
         line = f"Q: Write {request}.\nA: {reply}\n"
         used += len(line)
         yield line
-    asked = [(request, number) for request in requests for number in range(len(replies[request]))]
+    for request, number, reply in _by_ordinal(rng, replies):
+        mark = _letters(rng)
+        yield f"Q: Begin with {mark} and repeat {request}, number {number}.\n"
+        yield f"A: {mark} {reply}\n"
+
+
+def _by_ordinal(rng: np.random.Generator, told: dict[str, list[str]]) -> Iterator[tuple[str, int, str]]:
+    """(subject, ordinal from 1, text) of everything that was told, in random order, again and again."""
+    asked = [(subject, number, text) for subject, texts in told.items() for number, text in enumerate(texts, 1)]
     while True:
         for index in rng.permutation(len(asked)):
-            request, number = asked[int(index)]
-            mark = _letters(rng)
-            yield f"Q: Begin with {mark} and repeat {request}, number {number + 1}.\n"
-            yield f"A: {mark} {replies[request][number]}\n"
+            yield asked[int(index)]
 
 
 _KINDS: dict[RecallKind, Callable[[np.random.Generator, int, str], Iterator[str]]] = {

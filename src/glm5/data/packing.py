@@ -14,10 +14,10 @@ an epoch. Torch is loaded when the first batch is made, so that processes that o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -64,21 +64,24 @@ class RowSource(Protocol):
         """Row ``number`` (from 0, without end) of ``length`` tokens; a pure function of its arguments."""
 
 
-def row_ranges(batch_rows: int, start_step: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[range]:
+def row_ranges(batch_rows: int | Callable[[int], int], start_step: int = 0, rank: int = 0,
+               world_size: int = 1) -> Iterator[range]:
     """Numbers of the rows that ``rank`` takes at each step, from ``start_step`` on, without end.
 
-    Step s holds rows s * batch_rows onwards whatever the number of ranks is; the ranks take equal contiguous parts, so
-    that their union is the batch and a run may go on with another number of ranks. Raises DataError when
-    ``batch_rows`` is no multiple of ``world_size``.
+    ``batch_rows`` is the rows of every step, or gives those of a step. Rows are numbered through, whatever the number
+    of ranks is; the ranks take equal contiguous parts of a step, so that their union is the batch and a run may go on
+    with another number of ranks. Raises DataError when the rows of a step are no multiple of ``world_size``.
     """
-    if batch_rows % world_size or not 0 <= rank < world_size:
-        raise DataError(f"batch_rows={batch_rows} cannot be shared by {world_size} ranks (rank {rank}); "
-                        "make batch_rows a multiple of the number of ranks")
-    share = batch_rows // world_size
-    first = start_step * batch_rows + rank * share
-    while True:
-        yield range(first, first + share)
-        first += batch_rows
+    rows_of = batch_rows if callable(batch_rows) else lambda _step: batch_rows
+    first = sum(rows_of(step) for step in range(start_step)) if callable(batch_rows) else start_step * batch_rows
+    for step in count(start_step):
+        rows = rows_of(step)
+        if rows % world_size or not 0 <= rank < world_size:
+            raise DataError(f"batch_rows={rows} cannot be shared by {world_size} ranks (rank {rank}); "
+                            "make batch_rows a multiple of the number of ranks")
+        share = rows // world_size
+        yield range(first + rank * share, first + (rank + 1) * share)
+        first += rows
 
 
 def batches(source: RowSource, batch_rows: int, length: int, seed: int = 0, start_step: int = 0) -> Iterator[Batch]:

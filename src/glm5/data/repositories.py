@@ -7,8 +7,8 @@ Two kinds, as in GLM-5's software-engineering data (files, diffs, issues and pul
   the repository that those import, while there is room; last the commit's message and diff, which can be predicted
   from what stands before.
 
-Sections are headed by a line that names them. A change whose diff does not fit is left out; of a file that is longer
-than a sequence only the beginning is taken.
+Sections are headed by a line that names them. A change whose diff does not fit gives an empty text; of a file that is
+longer than a sequence only the beginning is taken.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ CountTokens = Callable[[str], int]
 _IMPORTS = re.compile(
     r"^\s*(?:from\s+([.\w]+)\s+import|import\s+([.\w]+)|#include\s+[\"<]([^\">]+)[\">])", re.MULTILINE
 )
+_MOST_CHARS = 16
+"""Characters per token from which a text is cut without counting; few tokens are so long, and counting costs."""
 _SMALLEST_CUT = 64
 """Tokens below which the beginning of a file is not worth a section."""
 
@@ -33,15 +35,15 @@ _SMALLEST_CUT = 64
 def repository_documents(
     repository: GitRepository, config: RepositoryConfig, length: int, count_tokens: CountTokens
 ) -> Iterator[Document]:
-    """The sequences of ``repository``, each of at most ``length`` tokens by ``count_tokens``."""
+    """The sequences of ``repository``, each of at most ``length`` tokens by ``count_tokens``; an empty text
+    stands for a change that does not fit."""
     files = dict(repository.files())
     yield from _file_sequences(repository.name, files, length, count_tokens)
     if config.commits:
         issues = read_issues(Path(config.issues)) if config.issues else {}
         for commit in repository.commits(config.commits):
             text = _change_sequence(repository, commit, issues, length, count_tokens)
-            if text:
-                yield Document(text, f"{repository.name}@{commit.sha[:12]}")
+            yield Document(text, f"{repository.name}@{commit.sha[:12]}")
 
 
 def read_issues(path: Path) -> dict[int, str]:
@@ -141,11 +143,12 @@ def _section(title: str, text: str) -> str:
 def _shorten(section: str, room: int, count_tokens: CountTokens) -> str:
     """The longest beginning of ``section`` in whole lines that has at most ``room`` tokens; empty when it is too short
     to be of use."""
-    if count_tokens(section) <= room:
+    is_long = len(section) > room * _MOST_CHARS
+    if not is_long and count_tokens(section) <= room:
         return section
     if room < _SMALLEST_CUT:
         return ""
-    lines = section.splitlines(keepends=True)
+    lines = section[: room * _MOST_CHARS].splitlines(keepends=True)
     low, high = 0, len(lines)
     while low < high:
         middle = (low + high + 1) // 2

@@ -116,6 +116,8 @@ class _CorpusReader:
     def add(self, document: Document) -> Candidate:
         filters = self._corpus.filters
         candidate = Candidate(self._number, document.path, len(document.text), self._filter.reason(document))
+        if not document.text:  # only repository sequences may be empty
+            candidate.reason = "change_too_long"
         if candidate.reason:
             return candidate
         quality = self._filter.quality(document.text)

@@ -8,6 +8,8 @@ Letter: W vocabulary.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,10 +32,13 @@ def needs_edits(params: SamplingParams) -> bool:
 class LogitEdits:
     """The edits of one request, which follow what it has sampled."""
 
-    def __init__(self, params: SamplingParams, prompt: np.ndarray, constraint: Constraint | None) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt: np.ndarray, sampled: list[int], constraint: Constraint | None
+    ) -> None:
+        """``sampled`` is the answer so far, which ``constraint`` has followed already."""
         self._params, self._constraint = params, constraint
-        self._counts: dict[int, int] = {}
-        self._seen = set(prompt.tolist()) if params.repetition_penalty != 1 else set()
+        self._counts: dict[int, int] = dict(Counter(sampled))
+        self._seen = {*prompt.tolist(), *sampled} if params.repetition_penalty != 1 else set()
         self._bias_ids = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.int64)
         self._bias = torch.tensor([bias for _, bias in params.logit_bias])
 

@@ -21,23 +21,30 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 import torch
 
 from glm5.engine.config import EngineConfig
+from glm5.engine.drafting import DraftControl
 from glm5.engine.generation import Generation, wake
 from glm5.engine.grammar import Grammars
+from glm5.engine.handover import CachedPrefix
 from glm5.engine.prefix_cache import PrefixCache
 from glm5.engine.replacement import load_replacement, load_weights
 from glm5.engine.requests import EngineClosedError, InvalidRequestError, Sequence, check_prompt, check_sampling
 from glm5.engine.runner import Runner, StepResult
 from glm5.engine.sampler import mix_seed
 from glm5.engine.scheduler import Scheduler, StepPlan
-from glm5.errors import EngineError, Glm5Error
+from glm5.engine.tensor_parallel import LedModel
+from glm5.errors import ConfigError, EngineError, Glm5Error
+from glm5.model.cache import bytes_per_token
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.records import FinishReason, SamplingParams
 
 _IDLE_WAIT_S = 1.0
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -51,12 +58,22 @@ class EngineStats:
     generated_tokens: int
     prefilled_tokens: int
     cached_tokens: int
+    preemptions: int
+    drafted_tokens: int
+    accepted_tokens: int
+    acceptance_length: float
+    """Mean tokens per sequence and step with drafts, the model's own included; 0 before the first."""
+    speculative_speedup: float
+    """Time per token without drafts over that with drafts; 0 before both were measured."""
+    is_drafting: bool
     running: int
     queued: int
     weight_version: int
     weight_updates: int
     is_paused: bool
     cache_bytes: int
+    cache_blocks: int
+    cache_blocks_used: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +91,7 @@ class Engine:
 
     def __init__(
         self,
-        model: GlmMoeDsaForCausalLM,
+        model: GlmMoeDsaForCausalLM | LedModel,
         stop_ids: SequenceOf[int],
         config: EngineConfig | None = None,
         *,
@@ -89,9 +106,22 @@ class Engine:
         self.model_path = model_path
         self._stop_ids = frozenset(stop_ids)
         self._grammars = grammars
-        self._cache = PrefixCache(self.config.max_slots, self.max_context, weight_version, self.config.prefix_cache)
-        self._scheduler = Scheduler(self._cache, self.config.prefill_chunk, self.config.max_waiting)
+        _check_drafting(model, self.config)
+        self._cache = PrefixCache(
+            self.config.max_slots,
+            self.max_context,
+            _count_blocks(model, self.config, self.max_context),
+            self.config.block_size,
+            weight_version,
+            enabled=self.config.prefix_cache,
+            recompute_last=self.config.speculative > 0,
+        )
+        self.max_context = min(self.max_context, self._cache.capacity)
+        lookahead = 1 + 2 * self.config.speculative  # drafts of this step, and those of the next behind them
+        self._scheduler = Scheduler(self._cache, self.config.prefill_chunk, self.config.max_waiting, lookahead)
         self._runner = Runner(model.eval(), self._cache, self.config)
+        self._control = DraftControl() if self.config.speculative else None
+        self._drafted = self._accepted = self._draft_rows = 0
         self._seed_base = mix_seed(secrets.randbits(64) if self.config.seed is None else self.config.seed)
         self._inbox: deque[Callable[[], None]] = deque()
         self._wakeup = threading.Event()
@@ -101,7 +131,7 @@ class Engine:
         self._update_lock = threading.Lock()
         self._is_paused = self._is_closing = self._is_closed = False
         self._busy_s = 0.0
-        self._steps = self._generated = self._prefilled = self._reused = self._updates = 0
+        self._steps = self._generated = self._prefilled = self._updates = 0
         self._started = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="glm5-engine", daemon=True)
         self._thread.start()
@@ -144,6 +174,7 @@ class Engine:
         *,
         session_id: str | None = None,
         prompt_logprobs: bool = False,
+        priority: int = 0,
     ) -> Generation:
         """Queue a request. A wrong one raises InvalidRequestError at once; a full queue fails the handle.
 
@@ -171,6 +202,7 @@ class Engine:
             seed=self._seed_base + request_id if params.seed is None else params.seed,
             max_new_tokens=min(params.max_new_tokens, self.max_context - len(prompt)),
             session_id=session_id,
+            priority=priority,
             wants_prompt_logprobs=prompt_logprobs,
             constraint=constraint,
         )
@@ -216,6 +248,41 @@ class Engine:
             success=True, message="", weight_version=version, load_ms=(time.perf_counter() - start) * 1e3
         )
 
+    def cached_length(self, ids: list[int], timeout_s: float = 60) -> int:
+        """How many leading tokens of ``ids`` are in the prefix cache."""
+        return self._call(lambda: self._cache.find(np.array(ids, np.int64))[0], timeout_s)
+
+    def export_prefix(self, ids: list[int], timeout_s: float = 60) -> CachedPrefix:
+        """The keys of the leading tokens of ``ids`` that are in the prefix cache."""
+
+        def read() -> CachedPrefix:
+            length, blocks = self._cache.find(np.array(ids, np.int64))
+            entries = self._runner.read_blocks(blocks) if length else []
+            return CachedPrefix(length=length, version=self.weight_version, entries=entries)
+
+        return self._call(read, timeout_s)
+
+    def import_prefix(self, ids: list[int], prefix: CachedPrefix, timeout_s: float = 60) -> None:
+        """Put ``prefix``, keys of the beginning of ``ids``, into the prefix cache.
+
+        Raises EngineError when it comes from other weights or from a cache of another layout. A full cache takes
+        nothing.
+        """
+
+        def write() -> None:
+            if prefix.version != self.weight_version:
+                raise EngineError(
+                    f"cached prefix: computed by weight version {prefix.version}, {self.weight_version} is in force"
+                )
+            if prefix.length:
+                tokens = np.array(ids[: prefix.length], np.int64)
+                self._cache.adopt(tokens, lambda blocks: self._runner.write_blocks(blocks, prefix.entries))
+
+        try:
+            self._call(write, timeout_s)
+        except ValueError as error:
+            raise EngineError(f"cached prefix: {error}") from None
+
     def ping(self, timeout_s: float) -> None:
         """Return at the next step boundary. Raises EngineError past the deadline or after the end."""
         if self._is_closed:
@@ -230,13 +297,21 @@ class Engine:
             steps=self._steps,
             generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
-            cached_tokens=self._reused,
+            cached_tokens=self._scheduler.reused_tokens,
+            preemptions=self._scheduler.preemptions,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
+            acceptance_length=1 + self._accepted / self._draft_rows if self._draft_rows else 0.0,
+            speculative_speedup=self._control.speedup if self._control else 0.0,
+            is_drafting=self._control is not None and self._control.is_drafting,
             running=self._scheduler.num_running,
             queued=self._scheduler.num_waiting,
             weight_version=self.weight_version,
             weight_updates=self._updates,
             is_paused=self._is_paused,
             cache_bytes=self._runner.cache_bytes,
+            cache_blocks=self._cache.num_blocks,
+            cache_blocks_used=self._cache.num_used,
         )
 
     def close(self, timeout_s: float = 10) -> None:
@@ -251,9 +326,9 @@ class Engine:
         self._inbox.append(action)
         self._wakeup.set()
 
-    def _call(self, action: Callable[[], None], timeout_s: float) -> None:
+    def _call(self, action: Callable[[], T], timeout_s: float) -> T:
         """Run ``action`` at the next step boundary and wait for it; past the deadline it will not run."""
-        future: Future[None] = Future()
+        future: Future[T] = Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
@@ -265,11 +340,10 @@ class Engine:
 
         self._post(run)
         try:
-            future.result(timeout_s)
+            return future.result(timeout_s)
         except TimeoutError:
             if not future.cancel():  # it started meanwhile and is about to end
-                future.result(timeout_s)
-                return
+                return future.result(timeout_s)
             raise EngineError(f"engine: no step boundary within {timeout_s:.0f} s; it is overloaded or stuck") from None
 
     def _run(self) -> None:
@@ -293,9 +367,12 @@ class Engine:
                 self._wakeup.wait(_IDLE_WAIT_S)
                 self._wakeup.clear()
                 continue
-            start = time.perf_counter()
+            start, before = time.perf_counter(), self._generated
             self._step(plan)
-            self._busy_s += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._busy_s += seconds
+            if self._control is not None and not plan.prefill:
+                self._control.observe(seconds, self._generated - before)
 
     def _drain(self) -> None:
         while self._inbox:
@@ -323,7 +400,7 @@ class Engine:
 
     def _step(self, plan: StepPlan) -> None:
         try:
-            result = self._runner.step(plan)
+            result = self._runner.step(plan, self._control is not None and self._control.is_drafting)
         except Exception as error:  # one broken step must not end the service: its requests fail, the rest go on
             _log.exception("a step failed")
             failure = EngineError(f"engine: a step failed ({type(error).__name__}: {error}); see the server's log")
@@ -333,8 +410,10 @@ class Engine:
         self._steps += 1
         for chunk in plan.prefill:
             self._prefilled += chunk.stop - chunk.start
-            if chunk.start == chunk.sequence.cached_tokens:
-                self._reused += chunk.start
+        if result.drafted:
+            self._drafted += result.drafted
+            self._draft_rows += len(plan.decode)
+            self._accepted += len(result.ids) - len(plan.decode) - sum(chunk.is_sampled for chunk in plan.prefill)
         self._record(plan, result)
 
     def _record(self, plan: StepPlan, result: StepResult) -> None:
@@ -344,12 +423,16 @@ class Engine:
             sequence.prompt_logprobs.extend(values if sequence.prompt_logprobs else [None, *values])
         finished: list[Sequence] = []
         version = self._cache.version
-        for sequence, token, logprob in zip(result.sequences, result.ids, result.logprobs, strict=True):
+        for row, (sequence, token, logprob) in enumerate(
+            zip(result.sequences, result.ids, result.logprobs, strict=True)
+        ):
+            if sequence.finish_reason is not None:
+                continue  # a draft behind the end
             output_ids = sequence.output_ids
             output_ids.append(token)
             sequence.logprobs.append(logprob)
             if sequence.params.top_logprobs:
-                sequence.top_logprobs.append(result.top_logprobs[sequence.request_id])
+                sequence.top_logprobs.append(result.top_logprobs[row])
             sequence.versions.append(version)
             if token in sequence.stop_ids:
                 sequence.finish_reason = "stop"
@@ -357,14 +440,14 @@ class Engine:
             elif len(output_ids) >= sequence.max_new_tokens:
                 sequence.finish_reason = "length"
                 finished.append(sequence)
-        self._generated += len(result.ids)
+            self._generated += 1
         silent = [chunk.sequence for chunk in plan.prefill if chunk.is_last and chunk.sequence.max_new_tokens == 0]
         for sequence in silent:
             if sequence.error is None:
                 sequence.finish_reason = "length"
                 finished.append(sequence)
         self._scheduler.advance(plan)
-        grown = [self._open[sequence.request_id] for sequence in result.sequences]
+        grown = [self._open[sequence.request_id] for sequence in dict.fromkeys(result.sequences)]
         if finished:
             self._scheduler.finish(finished)
             ended = [self._open.pop(sequence.request_id) for sequence in finished]
@@ -397,8 +480,8 @@ class Engine:
             [result.sequences[row] for row in kept],
             [result.ids[row] for row in kept],
             [result.logprobs[row] for row in kept],
+            [result.top_logprobs[row] for row in kept] if result.top_logprobs else [],
             [item for item in result.prompt_logprobs if item[0].request_id not in broken],
-            result.top_logprobs,
         )
 
     def _publish(self, generations: list[Generation]) -> None:
@@ -407,3 +490,25 @@ class Engine:
             generation.notify(wakeups)
         if wakeups:
             wake(wakeups)
+
+
+def _count_blocks(model: GlmMoeDsaForCausalLM | LedModel, config: EngineConfig, max_context: int) -> int:
+    """Blocks that ``config`` allows. Raises ConfigError when they hold no prompt and answer."""
+    if not config.cache_bytes:
+        return config.max_slots * -(-max_context // config.block_size) + (config.speculative > 0)
+    per_token = bytes_per_token(model.config, model.lm_head.weight.dtype, max_context, config.speculative > 0)
+    blocks = config.cache_bytes // (per_token * config.block_size)
+    if blocks < 2:
+        raise ConfigError(
+            f"cache_bytes={config.cache_bytes}: holds {blocks} blocks of {config.block_size} tokens at {per_token} bytes "
+            "each; give room for at least two blocks"
+        )
+    return blocks
+
+
+def _check_drafting(model: GlmMoeDsaForCausalLM | LedModel, config: EngineConfig) -> None:
+    if config.speculative and not model.config.num_nextn_predict_layers:
+        raise ConfigError(
+            f"speculative={config.speculative}: the model has no MTP layer to draft with; leave it 0 or serve a "
+            "checkpoint with num_nextn_predict_layers 1"
+        )

@@ -13,21 +13,33 @@ from pathlib import Path
 
 import torch
 
+from glm5.device import find_device
 from glm5.engine.config import EngineConfig
+from glm5.engine.tensor_parallel import LedModel
 from glm5.errors import CheckpointError
 from glm5.model.checkpoint import load_model
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 
+_FP32_ELEMENTS = 2**29
+"""Weights up to this number are widened to fp32 on a CPU: 2 GiB."""
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_weights(directory: str | Path, config: EngineConfig) -> GlmMoeDsaForCausalLM:
     """The model in ``directory`` in the engine's type and on its device. Raises CheckpointError or ConfigError."""
-    return load_model(directory, dtype=_DTYPES[config.dtype], device=config.device)
+    model = load_model(directory, dtype=_DTYPES[config.dtype], device=find_device(config.device))
+    return model.float() if config.dtype == "auto" and _runs_faster_in_fp32(model) else model
+
+
+def _runs_faster_in_fp32(model: GlmMoeDsaForCausalLM) -> bool:
+    """True on a CPU, whose native kernels compute in fp32, for plain half-precision weights that stay small."""
+    tensors = model.state_dict().values()
+    is_plain = all(tensor.dtype in (torch.bfloat16, torch.float16, torch.float32) for tensor in tensors)
+    return is_plain and all(tensor.is_cpu for tensor in tensors) and sum(map(torch.numel, tensors)) <= _FP32_ELEMENTS
 
 
 def load_replacement(
-    directory: str | Path, config: EngineConfig, current: GlmMoeDsaForCausalLM
+    directory: str | Path, config: EngineConfig, current: GlmMoeDsaForCausalLM | LedModel
 ) -> GlmMoeDsaForCausalLM:
     """A verified model that may take the place of ``current``. Raises CheckpointError or ConfigError."""
     verify_checksums(Path(directory))

@@ -58,15 +58,19 @@ class Sequence:
     """64-bit seed of this request's random stream."""
     max_new_tokens: int
     """``params.max_new_tokens``, cut to what the context leaves."""
+    priority: int = 0
+    """Higher ones go first and may take the place of lower ones."""
     session_id: str | None = None
     wants_prompt_logprobs: bool = False
     constraint: Constraint | None = None
     """State of ``params.grammar``."""
 
     slot: int = -1
-    """Row of the cache while running, else -1."""
+    """Row of the block table while running, else -1."""
+    filling: np.ndarray = field(init=False)
+    """Ids to compute before the next one is sampled: the prompt, after a preemption the answer so far as well."""
     computed: int = 0
-    """Leading prompt tokens whose keys are in the slot."""
+    """Leading ids of ``filling`` whose keys are in the slot."""
     cached_tokens: int = 0
     """Leading prompt tokens that were found rather than computed."""
     output_ids: list[int] = field(default_factory=list)
@@ -78,15 +82,27 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
 
+    def __post_init__(self) -> None:
+        self.filling = self.prompt
+
     @property
     def is_finished(self) -> bool:
         """True once nothing more will be appended."""
         return self.finish_reason is not None or self.error is not None
 
     @property
-    def is_prefilling(self) -> bool:
-        """True while prompt tokens remain to be computed."""
-        return self.computed < len(self.prompt)
+    def is_filling(self) -> bool:
+        """True while ids remain to be computed before the next one can be sampled."""
+        return self.computed < len(self.filling)
+
+    @property
+    def wants_prompt_scores(self) -> bool:
+        """True while log-probs of the prompt remain to be computed."""
+        return self.wants_prompt_logprobs and len(self.prompt_logprobs) < len(self.prompt)
+
+    def known_ids(self) -> np.ndarray:
+        """Prompt and answer so far."""
+        return np.concatenate([self.prompt, np.array(self.output_ids, np.int64)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

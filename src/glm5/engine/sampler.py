@@ -41,6 +41,12 @@ class RowSettings:
     min_p: np.ndarray | None = None
     """float32; 0 keeps all, and so does None."""
 
+    def at(self, rows: np.ndarray, offset: np.ndarray | int) -> RowSettings:
+        """Those of ``rows``, ``offset`` tokens later."""
+        min_p = None if self.min_p is None else self.min_p[rows]
+        counter = self.counter[rows] + np.asarray(offset, np.uint64)
+        return RowSettings(self.temperature[rows], self.top_p[rows], self.top_k[rows], self.seed[rows], counter, min_p)
+
 
 def mix_seed(seed: int) -> int:
     """A 64-bit state for ``seed`` (any integer), far from those of its neighbours."""

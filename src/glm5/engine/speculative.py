@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from glm5.errors import EngineError
-from glm5.model.cache import SlotCache
+from glm5.model.cache import KeyCache
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 
 
@@ -56,7 +56,7 @@ def _continue_greedily(
     """Each prompt with ``new_tokens`` greedy ids behind it; stop ids do not stop."""
     weight = model.lm_head.weight
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    cache = SlotCache(model.config, len(prompts), int(lengths.max()) + new_tokens, weight.dtype, weight.device)
+    cache = KeyCache(model.config, len(prompts), int(lengths.max()) + new_tokens, weight.dtype, weight.device)
     slots = torch.arange(len(prompts))
     ids = torch.tensor([token for prompt in prompts for token in prompt])
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import glm5
+from glm5.device import accelerator_names, peak_memory_bytes, processor_count
 
 
 def hardware() -> str:
     """One line: processor, cores that this process may use, memory, accelerators, system, Python, torch."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     try:
         torch = f"torch {metadata.version('torch')}"
     except metadata.PackageNotFoundError:
         torch = "no torch"
-    parts = [_processor(), f"{cores} cores", f"{memory:.1f} GB", *_accelerators(),
+    parts = [_processor(), f"{processor_count()} cores", f"{memory:.1f} GB", *accelerator_names(),
              f"{platform.system()} {platform.release()}", f"Python {platform.python_version()}", torch]
     return ", ".join(parts)
 
@@ -38,8 +36,7 @@ def commit() -> str:
 
 def peak_rss_bytes() -> int:
     """Largest resident memory that this process has had."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_memory_bytes()
 
 
 def _processor() -> str:
@@ -49,13 +46,6 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _accelerators() -> list[str]:
-    """Models of NVIDIA devices, as the driver lists them."""
-    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    lines = [line for file in files for line in file.read_text().splitlines()]
-    return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
 
 def _git(directory: Path, *arguments: str) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from glm5.data.packing import TokenDataset
-from glm5.data.sources import Document, read_documents, split_by_file
+from glm5.data.sources import Document, held_out_paths, read_documents
 from glm5.errors import ConfigError
 from glm5.eval.report import Row
 from glm5.model.config import ModelConfig
@@ -67,7 +67,9 @@ def quantise_directory(source: Path, target: Path, choices: Mapping[str, Any], r
     if compare:
         variants |= _comparisons(plan, transforms)
     tokenizer = load_tokenizer(source)
-    parts = split_by_file(read_documents(calibration.sources), _HELD_OUT_FRACTION, seed=0)
+    documents = list(read_documents(calibration.sources))
+    held_out = held_out_paths((document.path for document in documents), _HELD_OUT_FRACTION, seed=0)
+    parts = [[document for document in documents if (document.path in held_out) == wanted] for wanted in (False, True)]
     ids = [_rows(part, tokenizer, calibration) for part in parts]
     return _result_rows(quantise_checkpoint(source, target, variants, *ids))
 

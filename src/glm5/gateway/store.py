@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
+
 from glm5.errors import GatewayError
 from glm5.gateway.sessions import Node, SessionSettings
 from glm5.records import SamplingParams
@@ -29,6 +31,7 @@ from glm5.records import SamplingParams
 T = TypeVar("T")
 
 FORMAT = 1
+_SAMPLING = TypeAdapter(SamplingParams)
 COMMIT_TIMEOUT_S = 60.0
 _SCHEMA = """
 CREATE TABLE sessions (
@@ -239,10 +242,8 @@ def _read_sessions(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) 
     sessions = []
     for settings, *rest in rows:
         data = json.loads(settings)
-        sampling = dict(data.pop("sampling"))
-        if sampling["stop_token_ids"] is not None:
-            sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-        sessions.append(StoredSession(SessionSettings(**data, sampling=SamplingParams(**sampling)), *rest))
+        sampling = _SAMPLING.validate_python(data.pop("sampling"))  # JSON has no tuples
+        sessions.append(StoredSession(SessionSettings(**data, sampling=sampling), *rest))
     return sessions
 
 

@@ -119,77 +119,17 @@ def indexer_kl(scores_BTS: Tensor, target_BTS: Tensor, mask_BTS: Tensor) -> Tens
 
 def prefers_lists(x: Tensor) -> bool:
     """Whether sparse attention over tensors like ``x`` is faster by lists of selected keys than by masks."""
-    return _native(x)
+    return _native(x) or _uses_triton(x)
 
 
 def select_positions(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, first_BT: Tensor, last_BT: Tensor,
                      k: int) -> Tensor:
     """See ``reference.select_positions``."""
-    if k <= 0 or not (_native(q_BTJX) and _native(k_BSX) and _native(w_BTJ)):
-        return reference.select_positions(q_BTJX, k_BSX, w_BTJ, scale, first_BT, last_BT, k)
-    return training.select_positions(q_BTJX, k_BSX, w_BTJ, scale, first_BT, last_BT, k)
-
-
-def selected_attention(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, positions_BTK: Tensor,
-                       scale: float) -> tuple[Tensor, Tensor]:
-    """See ``reference.selected_attention``."""
-    if not (_native(q_BTHK) and _native(k_BSHK) and _native(v_BSHV)):
-        return reference.selected_attention(q_BTHK, k_BSHK, v_BSHV, positions_BTK, scale)
-    return training.SelectedAttention.apply(q_BTHK, k_BSHK, v_BSHV, positions_BTK, scale)
-
-
-def selected_kl(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, positions_BTK: Tensor,
-                target_BTK: Tensor) -> Tensor:
-    """See ``reference.selected_kl``."""
-    if not (_native(q_BTJX) and _native(k_BSX) and _native(w_BTJ)):
-        return reference.selected_kl(q_BTJX, k_BSX, w_BTJ, scale, positions_BTK, target_BTK)
-    return training.SelectedKl.apply(q_BTJX, k_BSX, w_BTJ, scale, positions_BTK, target_BTK)
-
-
-def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor) -> Tensor:
-    """See ``reference.experts``."""
-    arguments = (x_MD, expert_ids_MA, weights_MA, gate_up_EGD, down_EDF)
-    if _uses_triton(x_MD):
-        return _triton("experts").experts(*arguments)
-    if _FORM.get() == "reference":
-        return reference.experts(*arguments)
-    native = _native(x_MD) and _native(weights_MA) and _native(gate_up_EGD) and _native(down_EDF)
-    if native and (_FORM.get() == "native" or down_EDF.shape[1] * down_EDF.shape[2] <= _EXPERT_ELEMENTS):
-        if torch.is_grad_enabled() and (x_MD.requires_grad or weights_MA.requires_grad or gate_up_EGD.requires_grad
-                                        or down_EDF.requires_grad):
-            return training.Experts.apply(*arguments)
-        return inference.experts(*arguments)
-    aligned = down_EDF.shape[1] % fused.GROUPED_ALIGNMENT == 0 and down_EDF.shape[2] % fused.GROUPED_ALIGNMENT == 0
-    return fused.experts(*arguments) if aligned and x_MD.numel() else reference.experts(*arguments)
-
-
-def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M: Tensor, lengths_M: Tensor,
-                  index_topk: int, starts_M: Tensor | None = None) -> Tensor | None:
-    """See ``reference.ragged_select``."""
-    arguments = (iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk, starts_M)
-    if _uses_triton(iq_MJX):
-        return _triton("indexing").ragged_select(*arguments)
-    return (inference if _native_cache(index_keys_PSX) else reference).ragged_select(*arguments)
-
-
-def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths_M: Tensor, positions_MK: Tensor | None,
-                     scale: float, kv_lora_rank: int) -> Tensor:
-    """See ``reference.ragged_attention``."""
-    arguments = (q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank)
-    if _uses_triton(q_MHK):
-        return _triton("attention").ragged_attention(*arguments)
-    return (inference if _native_cache(latent_PSK) else reference).ragged_attention(*arguments)
-
-
-def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor, index_keys_PSX: Tensor,
-               slots_M: Tensor, lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int) -> Tensor:
-    """See ``reference.ragged_dsa``."""
-    if _uses_triton(q_MHK):
-        positions_MK = ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk)
-        return ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank)
-    arguments = (q_MHK, iq_MJX, iw_MJ, latent_PSK, index_keys_PSX, slots_M, lengths_M, index_topk, scale, kv_lora_rank)
-    native = _native_cache(latent_PSK) and latent_PSK.dtype == index_keys_PSX.dtype
-    return inference.ragged_dsa(*arguments) if native else reference.ragged_dsa(*arguments)
+    arguments = (q_BTJX, k_BSX, w_BTJ, scale, first_BT, last_BT, k)
+    if k > 0 and _uses_triton(q_BTJX):
+        return _triton("indexing").select_positions(*arguments)
+    native = k > 0 and _native(q_BTJX) and _native(k_BSX) and _native(w_BTJ)
+    return (sparse if native else reference).select_positions(*arguments)
 
 
 def sparse_attention(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float,
@@ -219,6 +159,54 @@ def sparse_targets(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, sc
     if _uses_triton(q_BTHK):
         return _triton("attention").sparse_targets(*arguments)
     return (sparse if _native(q_BTHK) and _native(latent_BSK) else reference).sparse_targets(*arguments)
+
+
+def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor) -> Tensor:
+    """See ``reference.experts``."""
+    arguments = (x_MD, expert_ids_MA, weights_MA, gate_up_EGD, down_EDF)
+    if _uses_triton(x_MD):
+        return _triton("experts").experts(*arguments)
+    if _FORM.get() == "reference":
+        return reference.experts(*arguments)
+    native = _native(x_MD) and _native(weights_MA) and _native(gate_up_EGD) and _native(down_EDF)
+    if native and (_FORM.get() == "native" or down_EDF.shape[1] * down_EDF.shape[2] <= _EXPERT_ELEMENTS):
+        if torch.is_grad_enabled() and (x_MD.requires_grad or weights_MA.requires_grad or gate_up_EGD.requires_grad
+                                        or down_EDF.requires_grad):
+            return training.Experts.apply(*arguments)
+        return inference.experts(*arguments)
+    aligned = down_EDF.shape[1] % fused.GROUPED_ALIGNMENT == 0 and down_EDF.shape[2] % fused.GROUPED_ALIGNMENT == 0
+    return fused.experts(*arguments) if aligned and x_MD.numel() else reference.experts(*arguments)
+
+
+def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M: Tensor, lengths_M: Tensor,
+                  index_topk: int, table_UZ: Tensor | None = None) -> Tensor | None:
+    """See ``reference.ragged_select``."""
+    arguments = (iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk, table_UZ)
+    if _uses_triton(iq_MJX):
+        return _triton("indexing").ragged_select(*arguments)
+    return (inference if _native_cache(index_keys_PSX) else reference).ragged_select(*arguments)
+
+
+def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths_M: Tensor, positions_MK: Tensor | None,
+                     scale: float, kv_lora_rank: int, table_UZ: Tensor | None = None) -> Tensor:
+    """See ``reference.ragged_attention``."""
+    arguments = (q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank, table_UZ)
+    if _uses_triton(q_MHK):
+        return _triton("attention").ragged_attention(*arguments)
+    return (inference if _native_cache(latent_PSK) else reference).ragged_attention(*arguments)
+
+
+def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor, index_keys_PSX: Tensor,
+               slots_M: Tensor, lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int,
+               table_UZ: Tensor | None = None) -> Tensor:
+    """See ``reference.ragged_dsa``."""
+    if _uses_triton(q_MHK):
+        positions_MK = ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk, table_UZ)
+        return ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank, table_UZ)
+    arguments = (q_MHK, iq_MJX, iw_MJ, latent_PSK, index_keys_PSX, slots_M, lengths_M, index_topk, scale, kv_lora_rank,
+                 table_UZ)
+    native = _native_cache(latent_PSK) and latent_PSK.dtype == index_keys_PSX.dtype
+    return inference.ragged_dsa(*arguments) if native else reference.ragged_dsa(*arguments)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

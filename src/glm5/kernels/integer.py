@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm5.device import has_integer_product
 from glm5.kernels.cpu.inference import as_rows
 from glm5.kernels.cpu.library import native
 
 _LEAST_SCALE = 2.0**-126
-_CUDA_ROWS = 17
-"""Rows that the integer product of PyTorch wants on CUDA, in multiples of 8 columns."""
+_LEAST_ROWS = 17
+"""Rows that the integer product of an accelerator wants, in multiples of 8 columns."""
 
 
 def int8_linear(x_MI: Tensor, levels_NI: Tensor, scale_N1: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def _shifts(like: Tensor) -> Tensor:
 def _integer_product(a_MI: Tensor, b_NI: Tensor) -> Tensor:
     """Exact integer sums [M, N]: by the integer product of PyTorch where it exists, else in double, which is exact."""
     aligned = a_MI.shape[1] % 8 == 0 and b_NI.shape[0] % 8 == 0
-    if a_MI.is_cuda and a_MI.shape[0] >= _CUDA_ROWS and aligned:
+    if has_integer_product(a_MI.device) and a_MI.shape[0] >= _LEAST_ROWS and aligned:
         return torch._int_mm(a_MI.contiguous(), b_NI.contiguous().T)
     return a_MI.double() @ b_NI.double().T
 

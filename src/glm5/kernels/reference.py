@@ -7,9 +7,10 @@ fp32. Everything here is differentiable by autograd unless its docstring says "n
 Invariants: results do not depend on how rows are grouped into calls except by floating-point rounding; equal index
 scores are resolved towards the lower position; a row without any valid key gives zeros, never NaN.
 
-Letters: B batch, T queries, S keys, M flattened tokens, P cache slots, D hidden, H heads, N/R nope/rope dims, V value
-dim, C kv latent, K key dim of attention (C + R when absorbed, N + R when expanded) or selected keys (``positions_MK``),
-J index heads, X index head dim, E experts, A experts per token, F expert hidden, G = 2F (gate rows first, then up).
+Letters: B batch, T queries, S keys, M flattened tokens, P cache blocks, U slots, Z blocks of a slot, D hidden, H heads,
+N/R nope/rope dims, V value dim, C kv latent, K key dim of attention (C + R when absorbed, N + R when expanded) or
+selected keys (``positions_MK``), J index heads, X index head dim, E experts, A experts per token, F expert hidden, G =
+2F (gate rows first, then up).
 """
 
 from __future__ import annotations
@@ -128,107 +129,6 @@ def select_positions(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float,
     return positions_BTK
 
 
-def selected_attention(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, positions_BTK: Tensor,
-                       scale: float) -> tuple[Tensor, Tensor]:
-    """``masked_attention`` over listed keys -> out_BTHV, and ``attention_targets`` of the lists -> target_BTK fp32,
-    0 behind the end of a list, without gradient."""
-    mask_BTS = _listed(positions_BTK, k_BSHK.shape[1])
-    targets_BTS = attention_targets(q_BTHK, k_BSHK, mask_BTS, scale)
-    target_BTK = targets_BTS.gather(2, positions_BTK.long().clamp_min(0)).masked_fill(positions_BTK < 0, 0.0)
-    return masked_attention(q_BTHK, k_BSHK, v_BSHV, mask_BTS, scale), target_BTK
-
-
-def selected_kl(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, positions_BTK: Tensor,
-                target_BTK: Tensor) -> Tensor:
-    """``indexer_kl`` of the scores of listed keys against ``target`` -> scalar fp32, the mean over lists with a key.
-
-    Differentiable in q, k and w.
-    """
-    scores_BTS = index_scores(q_BTJX, k_BSX, w_BTJ, scale)
-    scores_BTK = scores_BTS.gather(2, positions_BTK.long().clamp_min(0))
-    return indexer_kl(scores_BTK, target_BTK, positions_BTK >= 0)
-
-
-def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor) -> Tensor:
-    """``y[m] = sum_a weights[m, a] * down_e(silu(gate_e x[m]) * up_e x[m])`` with e = expert_ids[m, a] -> y_MD.
-
-    Each expert runs once over its tokens; its outputs are weighted (weights in fp32), summed over a in fp32 and cast to
-    ``x.dtype``. Experts without tokens cost nothing and get a zero gradient.
-    """
-    M, A = expert_ids_MA.shape
-    order = expert_ids_MA.flatten().argsort(stable=True)
-    counts = expert_ids_MA.flatten().bincount(minlength=gate_up_EGD.shape[0]).tolist()
-    outputs = []
-    for expert, rows_ND in enumerate(x_MD[order // A].split(counts)):
-        gate_NF, up_NF = F.linear(rows_ND, gate_up_EGD[expert]).chunk(2, dim=-1)
-        outputs.append(F.linear(F.silu(gate_NF) * up_NF, down_EDF[expert]))
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(M * A, device=order.device))
-    y_MAD = torch.cat(outputs)[place].view(M, A, -1)
-    return (y_MAD * weights_MA.float().unsqueeze(-1)).sum(1).to(x_MD.dtype)
-
-
-def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M: Tensor, lengths_M: Tensor,
-                  index_topk: int, starts_M: Tensor | None = None) -> Tensor | None:
-    """Cache positions that each query attends to -> positions_MK, int32, ascending, padded with -1; None = all of them.
-
-    Query m sees the first ``lengths[m]`` entries of slot ``slots[m]``, from ``starts[m]`` on (0 without ``starts``),
-    and keeps the ``index_topk`` best by ``sum_j iw[m, j] * relu(iq[m, j] . key)`` (scale factors folded into ``iw``).
-    Ties go to the lower position. Returns None when ``index_topk <= 0`` or, without ``starts``, when no query sees more
-    than ``index_topk`` keys. No gradient. With one slot per row of a batch this is the selection of a training step.
-    """
-    longest = int(lengths_M.max()) if lengths_M.numel() else 0
-    if index_topk <= 0 or (starts_M is None and longest <= index_topk):
-        return None
-    positions_MK = torch.full((slots_M.numel(), index_topk), -1, dtype=torch.int32, device=slots_M.device)
-    with torch.no_grad():
-        for start, stop in _chunks(slots_M.numel(), longest * index_keys_PSX.shape[-1]):
-            keys_msX = index_keys_PSX[slots_M[start:stop].long(), :longest]
-            scores_mS = index_scores(iq_MJX[start:stop, None], keys_msX, iw_MJ[start:stop, None], 1.0).squeeze(1)
-            visible_mS = _within(lengths_M[start:stop], longest)
-            if starts_M is not None:
-                visible_mS &= ~_within(starts_M[start:stop], longest)
-            selected_mS = select_topk(scores_mS, visible_mS, index_topk)
-            row, position = selected_mS.nonzero(as_tuple=True)
-            column = selected_mS.cumsum(-1)[row, position] - 1
-            positions_MK[start + row, column] = position.to(torch.int32)
-    return positions_MK
-
-
-def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths_M: Tensor, positions_MK: Tensor | None,
-                     scale: float, kv_lora_rank: int) -> Tensor:
-    """Absorbed attention over a slot cache -> out_MHC, C = ``kv_lora_rank``, in the type of q. No gradient.
-
-    Query m attends to entries ``positions[m]`` (those that are not -1) of slot ``slots[m]``, or to its first
-    ``lengths[m]`` entries when ``positions`` is None. Logits are ``scale * q . latent`` over all K = C + R dims; the
-    output is the weighted sum of the first C dims. A query without keys gives zeros.
-    """
-    out_MHC = q_MHK.new_empty(*q_MHK.shape[:2], kv_lora_rank)
-    longest = int(lengths_M.max()) if lengths_M.numel() else 0
-    with torch.no_grad():
-        width = longest if positions_MK is None else positions_MK.shape[1]
-        for start, stop in _chunks(slots_M.numel(), width * latent_PSK.shape[-1]):
-            slots_m = slots_M[start:stop].long()
-            if positions_MK is None:
-                keys_msK, valid_mS = latent_PSK[slots_m, :longest], _within(lengths_M[start:stop], longest)
-            else:
-                positions_mS = positions_MK[start:stop].long()
-                valid_mS = positions_mS >= 0
-                keys_msK = latent_PSK[slots_m[:, None], positions_mS.clamp_min(0)]
-            keys_msK = keys_msK.float()
-            logits_mHS = torch.matmul(q_MHK[start:stop].float(), keys_msK.transpose(1, 2)) * scale
-            weights_mHS = _masked_softmax(logits_mHS, valid_mS.unsqueeze(1))
-            keys_msC = keys_msK[..., :kv_lora_rank].masked_fill(~valid_mS.unsqueeze(-1), 0.0)  # unwritten may be NaN
-            out_MHC[start:stop] = torch.matmul(weights_mHS, keys_msC).to(q_MHK.dtype)
-    return out_MHC
-
-
-def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor, index_keys_PSX: Tensor,
-               slots_M: Tensor, lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int) -> Tensor:
-    """``ragged_select`` then ``ragged_attention``: one sparse attention layer over a slot cache -> out_MHC."""
-    positions_MK = ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk)
-    return ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank)
-
-
 def sparse_attention(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float,
                      kv_lora_rank: int) -> Tensor:
     """Absorbed attention of every query over its listed keys -> out_BTHC, C = ``kv_lora_rank``.
@@ -255,6 +155,93 @@ def sparse_targets(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, sc
         keys_BTsK, listed_BTs = _listed_keys(latent_BSK, positions_BTK)
         logits_BTHs = torch.einsum("bthk,btsk->bths", q_BTHK.float(), keys_BTsK.float()) * scale
         return _masked_softmax(logits_BTHs, listed_BTs.unsqueeze(2)).mean(2)
+
+
+def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor) -> Tensor:
+    """``y[m] = sum_a weights[m, a] * down_e(silu(gate_e x[m]) * up_e x[m])`` with e = expert_ids[m, a] -> y_MD.
+
+    Each expert runs once over its tokens; its outputs are weighted (weights in fp32), summed over a in fp32 and cast to
+    ``x.dtype``. Experts without tokens cost nothing and get a zero gradient.
+    """
+    M, A = expert_ids_MA.shape
+    order = expert_ids_MA.flatten().argsort(stable=True)
+    counts = expert_ids_MA.flatten().bincount(minlength=gate_up_EGD.shape[0]).tolist()
+    outputs = []
+    for expert, rows_ND in enumerate(x_MD[order // A].split(counts)):
+        gate_NF, up_NF = F.linear(rows_ND, gate_up_EGD[expert]).chunk(2, dim=-1)
+        outputs.append(F.linear(F.silu(gate_NF) * up_NF, down_EDF[expert]))
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(M * A, device=order.device))
+    y_MAD = torch.cat(outputs)[place].view(M, A, -1)
+    return (y_MAD * weights_MA.float().unsqueeze(-1)).sum(1).to(x_MD.dtype)
+
+
+def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M: Tensor, lengths_M: Tensor,
+                  index_topk: int, table_UZ: Tensor | None = None) -> Tensor | None:
+    """Cache positions that each query attends to -> positions_MK, int32, ascending, padded with -1; None = all of them.
+
+    Query m sees the first ``lengths[m]`` entries of slot ``slots[m]`` and keeps the ``index_topk`` best by
+    ``sum_j iw[m, j] * relu(iq[m, j] . key)`` (all scale factors folded into ``iw``). Ties go to the lower position.
+    Returns None when ``index_topk <= 0`` or no query sees more than ``index_topk`` keys. No gradient.
+
+    The cache is paged: entry s of slot u is entry ``s % S`` of block ``table_UZ[u, s // S]``; without a table slot p is
+    block p.
+    """
+    longest = int(lengths_M.max()) if lengths_M.numel() else 0
+    if index_topk <= 0 or longest <= index_topk:
+        return None
+    positions_MK = torch.full((slots_M.numel(), index_topk), -1, dtype=torch.int32, device=slots_M.device)
+    with torch.no_grad():
+        for start, stop in _chunks(slots_M.numel(), longest * index_keys_PSX.shape[-1]):
+            rows_mS = _cache_rows(index_keys_PSX, table_UZ, slots_M[start:stop], lengths_M[start:stop], longest)
+            keys_msX = index_keys_PSX.flatten(0, 1)[rows_mS]
+            scores_mS = index_scores(iq_MJX[start:stop, None], keys_msX, iw_MJ[start:stop, None], 1.0).squeeze(1)
+            selected_mS = select_topk(scores_mS, _within(lengths_M[start:stop], longest), index_topk)
+            row, position = selected_mS.nonzero(as_tuple=True)
+            column = selected_mS.cumsum(-1)[row, position] - 1
+            positions_MK[start + row, column] = position.to(torch.int32)
+    return positions_MK
+
+
+def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths_M: Tensor, positions_MK: Tensor | None,
+                     scale: float, kv_lora_rank: int, table_UZ: Tensor | None = None) -> Tensor:
+    """Absorbed attention over a paged cache (see ``ragged_select``) -> out_MHC in the type of q. No gradient.
+
+    Query m attends to entries ``positions[m]`` (those that are not -1) of slot ``slots[m]``, or to its first
+    ``lengths[m]`` entries when ``positions`` is None. Logits are ``scale * q . latent`` over all K = C + R dims; the
+    output is the weighted sum of the first C = ``kv_lora_rank`` dims. A query without keys gives zeros.
+    """
+    out_MHC = q_MHK.new_empty(*q_MHK.shape[:2], kv_lora_rank)
+    longest = max(int(lengths_M.max()), 1) if lengths_M.numel() else 1
+    with torch.no_grad():
+        width = longest if positions_MK is None else positions_MK.shape[1]
+        for start, stop in _chunks(slots_M.numel(), width * latent_PSK.shape[-1]):
+            rows_mS = _cache_rows(latent_PSK, table_UZ, slots_M[start:stop], lengths_M[start:stop], longest)
+            valid_mS = _within(lengths_M[start:stop], longest)
+            if positions_MK is not None:
+                valid_mS = positions_MK[start:stop] >= 0
+                rows_mS = rows_mS.gather(1, positions_MK[start:stop].long().clamp_min(0))
+            keys_msK = latent_PSK.flatten(0, 1)[rows_mS].float()
+            logits_mHS = torch.matmul(q_MHK[start:stop].float(), keys_msK.transpose(1, 2)) * scale
+            weights_mHS = _masked_softmax(logits_mHS, valid_mS.unsqueeze(1))
+            keys_msC = keys_msK[..., :kv_lora_rank].masked_fill(~valid_mS.unsqueeze(-1), 0.0)  # unwritten may be NaN
+            out_MHC[start:stop] = torch.matmul(weights_mHS, keys_msC).to(q_MHK.dtype)
+    return out_MHC
+
+
+def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor, index_keys_PSX: Tensor,
+               slots_M: Tensor, lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int,
+               table_UZ: Tensor | None = None) -> Tensor:
+    """``ragged_select`` then ``ragged_attention``: one sparse attention layer over a paged cache -> out_MHC."""
+    positions_MK = ragged_select(iq_MJX, iw_MJ, index_keys_PSX, slots_M, lengths_M, index_topk, table_UZ)
+    return ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, positions_MK, scale, kv_lora_rank, table_UZ)
+
+
+def _cache_rows(cache: Tensor, table_UZ: Tensor | None, slots_M: Tensor, lengths_M: Tensor, longest: int) -> Tensor:
+    """Rows in ``cache.flatten(0, 1)`` of the first ``longest`` entries of each query's slot; past its length row 0."""
+    positions_S = torch.arange(longest, device=cache.device)
+    blocks_US = torch.arange(cache.shape[0], device=cache.device)[:, None] if table_UZ is None else table_UZ.long()
+    rows_MS = blocks_US[slots_M.long()][:, positions_S // cache.shape[1]] * cache.shape[1] + positions_S % cache.shape[1]
+    return rows_MS.where(positions_S < lengths_M[:, None], 0)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -305,12 +292,6 @@ def _masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
     """Softmax over the last dimension restricted to ``mask``; rows without a valid entry are zero, also in backward."""
     weights = logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1)
     return weights.masked_fill(~mask, 0.0)
-
-
-def _listed(positions_BTK: Tensor, keys: int) -> Tensor:
-    """mask_BTS: the keys of each list."""
-    mask_BTS = torch.zeros(*positions_BTK.shape[:2], keys + 1, dtype=torch.bool, device=positions_BTK.device)
-    return mask_BTS.scatter_(2, positions_BTK.long() % (keys + 1), True)[..., :keys]  # -1 falls into the last column
 
 
 def _within(lengths_M: Tensor, longest: int) -> Tensor:

@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from glm5.device import HOST
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.config import ModelConfig
 from glm5.model.fp8 import PublishedTensors, check_quantization_config
@@ -45,7 +46,7 @@ _MTP_COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.
 """Tensors that other exports repeat inside the MTP layer; accepted when they equal the main ones, never written."""
 
 
-def load_model(directory: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
+def load_model(directory: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = HOST,
                config_overrides: Mapping[str, Any] | None = None) -> GlmMoeDsaForCausalLM:
     """The model of a checkpoint directory, in evaluation mode.
 

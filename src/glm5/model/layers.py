@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from glm5.kernels import dispatch
+from glm5.model.parts import TokenPart
 
 QUERY_SPAN = 512
 """Queries that are attended at once."""
@@ -81,7 +82,7 @@ def rotary_tables(positions: Tensor, rotary_dim: int, theta: float, dtype: torch
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A range of query tokens and the keys that any of them may see, in all rows."""
+    """A range of local query tokens and the keys that any of them may see, in all rows."""
 
     first_query: int
     stop: int
@@ -89,11 +90,18 @@ class Span:
     first_key: int
     longest: int
     """Most keys that one query of the range sees."""
+    shift: int = 0
+    """Place of a query in its row minus its place among the local tokens."""
+
+    @property
+    def places(self) -> slice:
+        """The query tokens in their row."""
+        return slice(self.first_query, self.stop)
 
     @property
     def queries(self) -> slice:
-        """The query tokens."""
-        return slice(self.first_query, self.stop)
+        """The query tokens among the local tokens."""
+        return slice(self.first_query - self.shift, self.stop - self.shift)
 
     @property
     def keys(self) -> slice:
@@ -106,17 +114,18 @@ class PackedRows:
 
     ``documents_BT`` holds the document id of each token, -1 for padding, None for one document per row; a document is a
     run of equal ids. Spans leave out keys that no query of theirs can see, so that short documents in long rows cost
-    what they cost alone.
+    what they cost alone. Documents and ``shape`` are those of whole rows, the rotary tables those of the local tokens.
     """
 
-    def __init__(self, cos_BTR2: Tensor, sin_BTR2: Tensor, documents_BT: Tensor | None, shape: tuple[int, int]) -> None:
-        self.cos_BTR2, self.sin_BTR2 = cos_BTR2, sin_BTR2
+    def __init__(self, cos_BTR2: Tensor, sin_BTR2: Tensor, documents_BT: Tensor | None, shape: tuple[int, int],
+                 part: TokenPart) -> None:
+        self.cos_BTR2, self.sin_BTR2, self.part = cos_BTR2, sin_BTR2, part
         self.rows, self.length = shape
         self.is_short = self.length <= SHORT_ROW
         self._tokens_T = torch.arange(self.length, device=cos_BTR2.device)
         self._documents_BT = documents_BT
         self._starts_BT = self._document_starts()
-        self.spans = self._make_spans()
+        self.spans, self.longest = self._make_spans()
         self._masks: dict[int, Tensor] = {}
 
     def mask(self, span: Span) -> Tensor:
@@ -124,26 +133,26 @@ class PackedRows:
         kept = self._masks.get(span.first_query)
         if kept is not None:
             return kept
-        keys_S, queries_t1 = self._tokens_T[span.keys], self._tokens_T[span.queries, None]
-        mask_BtS = (keys_S <= queries_t1) & (keys_S >= self._starts_BT[:, span.queries, None])
+        keys_S, queries_t1 = self._tokens_T[span.keys], self._tokens_T[span.places, None]
+        mask_BtS = (keys_S <= queries_t1) & (keys_S >= self._starts_BT[:, span.places, None])
         mask_BtS = mask_BtS.expand(self.rows, -1, -1)
         if self.is_short:
             self._masks[span.first_query] = mask_BtS
         return mask_BtS
 
     def visible_keys(self) -> tuple[Tensor, Tensor]:
-        """First visible key and the end of the visible keys of every query, [B or 1, T]; none for padding."""
-        return self._starts_BT, self._tokens_T.unsqueeze(0) + 1
+        """First visible key and the end of the visible keys of every local query, [B or 1, T]; none for padding."""
+        return self.part.local(self._starts_BT), self.part.local(self._tokens_T.unsqueeze(0) + 1)
 
     def query_rows(self, span: Span) -> int:
         """Number of queries in ``span`` that are not padding: each sees at least itself."""
         if self._documents_BT is None:
             return self.rows * (span.stop - span.first_query)
-        return int((self._documents_BT[:, span.queries] >= 0).sum())
+        return int((self._documents_BT[:, span.places] >= 0).sum())
 
     def counted_tokens(self) -> Tensor | None:
-        """valid_BT bool, or None when no token is padding by construction."""
-        return None if self._documents_BT is None else self._documents_BT >= 0
+        """valid_BT bool of the local tokens, or None when no token is padding by construction."""
+        return None if self._documents_BT is None else self.part.local(self._documents_BT) >= 0
 
     def _document_starts(self) -> Tensor:
         """Index of the first token of each token's document [B or 1, T]; for padding, an index past the row."""
@@ -154,11 +163,18 @@ class PackedRows:
         starts_BT[:, 1:] = torch.where(is_new_BT, self._tokens_T[1:], 0)
         return starts_BT.cummax(1).values.masked_fill(self._documents_BT < 0, self.length)
 
-    def _make_spans(self) -> tuple[Span, ...]:
-        bounds = [(start, min(start + QUERY_SPAN, self.length)) for start in range(0, self.length, QUERY_SPAN)]
+    def _make_spans(self) -> tuple[tuple[Span, ...], int]:
+        """Spans of the local queries, and the most keys that any query of the rows sees, local or not."""
+        bounds, local = [], 0
+        for first, last in self.part.ranges(self.length):
+            bounds += [(start, min(start + QUERY_SPAN, last), first - local)
+                       for start in range(first, last, QUERY_SPAN)]
+            local += last - first
         earliest_T = self._starts_BT.amin(0)
-        keys = [[earliest_T[start:stop].min() for start, stop in bounds],
-                [(self._tokens_T - earliest_T)[start:stop].max() + 1 for start, stop in bounds]]
-        first_keys, longest = torch.stack([torch.stack(row) for row in keys]).tolist()  # one transfer for all spans
-        return tuple(Span(start, stop, min(first, start), most) for (start, stop), first, most
-                     in zip(bounds, first_keys, longest, strict=True))
+        visible_T = self._tokens_T - earliest_T + 1
+        numbers = [visible_T.max(), *(earliest_T[start:stop].min() for start, stop, _ in bounds),
+                   *(visible_T[start:stop].max() for start, stop, _ in bounds)]
+        longest, *numbers = torch.stack(numbers).tolist()  # one transfer for all spans
+        spans = tuple(Span(start, stop, min(first, start), most, shift) for (start, stop, shift), first, most
+                      in zip(bounds, numbers[: len(bounds)], numbers[len(bounds) :], strict=True))
+        return spans, longest

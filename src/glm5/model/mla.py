@@ -1,19 +1,21 @@
 """Multi-head latent attention restricted to the keys that the indexer selects (DSA).
 
-Two forms of the same layer. ``forward`` expands keys and values from the latent and attends over packed rows: training
-and scoring. ``ragged`` attends in the latent space itself (absorbed form) over a slot cache: inference. Both scale by
-``(N + R)**-0.5``.
+Two entrances to the same layer: ``forward`` attends over packed rows (training and scoring), ``ragged`` over a paged
+cache (inference). Attention has two forms. The expanded one makes keys and values of every head from the latent. The
+absorbed one multiplies the queries by the key half of that matrix and the results by its value half, so that all heads
+read one latent per key: what ``ragged`` and lists of selected keys do. Both scale by ``(N + R)**-0.5``.
 
 Gradient rules: the indexer sees detached inputs, selection carries no gradient, and the KL loss that trains the indexer
 compares its scores with the layer's own attention, detached. So the language-model loss never reaches the indexer and
 the indexer loss reaches nothing else.
 
-Where the kernels prefer it, sparse attention works on lists of selected keys. Otherwise queries are processed span by
+Where the kernels prefer it, sparse attention works on lists of selected keys. Otherwise it is expanded and queries are processed span by
 span (``PackedRows.spans``) under masks. In long rows each span is recomputed in the backward pass, so
 that no tensor of size [B, H, T, T] is ever alive.
 
-Letters: B batch, T queries, S keys, M flattened tokens, P slots, D hidden, H heads, N/R nope/rope dims, V value dim,
-Q query latent, C kv latent, K = N + R (expanded) or C + R (absorbed), J index heads, X index head dim.
+Letters: B batch, T queries, S keys, M flattened tokens, P cache blocks, U slots, Z blocks of a slot, D hidden, H heads,
+N/R nope/rope dims, V value dim, Q query latent, C kv latent, K = N + R (expanded) or C + R (absorbed), J index heads, X
+index head dim.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from glm5.kernels import dispatch
 from glm5.model.config import ModelConfig
 from glm5.model.indexer import Indexer
 from glm5.model.layers import PackedRows, Projection, RmsNorm, Span
+from glm5.model.parts import HeadPart
 
 _NO_SELECTION = "this layer has no indexer and got no selection; pass on what the last full layer returned"
 
@@ -65,8 +68,10 @@ class RaggedStep:
     cos_MR2: Tensor
     sin_MR2: Tensor
     slots_M: Tensor
-    positions_M: Tensor
     lengths_M: Tensor
+    rows_M: Tensor
+    """Where token m is written: row of the cache's entries, all blocks in order."""
+    table_UZ: Tensor
     sparse: bool
 
 
@@ -80,6 +85,7 @@ class MultiHeadLatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, has_indexer: bool, lends_selection: bool) -> None:
         super().__init__()
         self.lends_selection = lends_selection
+        self.part = HeadPart()
         self.heads, self.latent_dim = config.num_attention_heads, config.kv_lora_rank
         self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.value_dim = config.v_head_dim
@@ -103,16 +109,18 @@ class MultiHeadLatentAttention(nn.Module):
         if mode.sparse and self.indexer is None and shared is None:
             raise ValueError(_NO_SELECTION)
         q_latent_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD))
-        q_BTHK = self._queries(q_latent_BTQ, packed.cos_BTR2, packed.sin_BTR2)
-        latent_BSC, rope_BSR = self._latents(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
-        kv_BSHE = self.kv_b_proj(latent_BSC).unflatten(-1, (self.heads, self.nope_dim + self.value_dim))
-        k_nope_BSHN, v_BSHV = kv_BSHE.split([self.nope_dim, self.value_dim], dim=-1)
-        k_BSHK = torch.cat([k_nope_BSHN, rope_BSR.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1)
+        q_BTHK = self._queries(self.part.enter(q_latent_BTQ), packed.cos_BTR2, packed.sin_BTR2)
+        latent_BSC, rope_BSR = (self.part.enter(packed.part.gather(keys_BTX)) for keys_BTX
+                                in self._latents(x_BTD, packed.cos_BTR2, packed.sin_BTR2))
         index = self._index(x_BTD, q_latent_BTQ, packed, mode) if shared is None else None
         if self._selects(packed, mode) and dispatch.prefers_lists(q_BTHK):
             positions_BTK = shared[0] if shared is not None else None
-            return self._attend_lists(q_BTHK, k_BSHK, v_BSHV, index, positions_BTK, packed, mode)
+            keys_BSK = torch.cat([latent_BSC, rope_BSR], dim=-1)
+            return self._attend_lists(q_BTHK, keys_BSK, index, positions_BTK, packed, mode)
 
+        kv_BSHE = self.kv_b_proj(latent_BSC).unflatten(-1, (self.heads, self.nope_dim + self.value_dim))
+        k_nope_BSHN, v_BSHV = kv_BSHE.split([self.nope_dim, self.value_dim], dim=-1)
+        k_BSHK = torch.cat([k_nope_BSHN, rope_BSR.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1)
         outputs, selections, kl_sums = [], [], []
         for number, span in enumerate(packed.spans):
             inherited = shared[number] if mode.sparse and shared is not None else None
@@ -132,7 +140,8 @@ class MultiHeadLatentAttention(nn.Module):
                 kl_sums.append(kl * packed.query_rows(span))
         out_BTHV = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         kl = torch.stack(kl_sums).sum() / max(sum(map(packed.query_rows, packed.spans)), 1) if kl_sums else None
-        return AttentionResult(self.o_proj(out_BTHV.flatten(2)), tuple(selections) if mode.sparse else None, kl)
+        out_BTD = self.part.leave(self.o_proj(out_BTHV.flatten(2)))
+        return AttentionResult(out_BTD, tuple(selections) if mode.sparse else None, kl)
 
     def ragged(self, x_MD: Tensor, step: RaggedStep, latent_PSK: Tensor, index_keys_PSX: Tensor,
                shared: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor | None]]:
@@ -145,7 +154,7 @@ class MultiHeadLatentAttention(nn.Module):
             raise ValueError(_NO_SELECTION)
         q_latent_MQ = self.q_a_layernorm(self.q_a_proj(x_MD))
         latent_MC, rope_MR = self._latents(x_MD, step.cos_MR2, step.sin_MR2)
-        latent_PSK[step.slots_M, step.positions_M] = torch.cat([latent_MC, rope_MR], dim=-1).to(latent_PSK.dtype)
+        _write(latent_PSK, step.rows_M, torch.cat([latent_MC, rope_MR], dim=-1))
         up_HEC = self.kv_b_proj.weight.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
         q_MHE = self.q_b_proj(q_latent_MQ).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
         absorbed_HMC = torch.bmm(q_MHE[..., : self.nope_dim].transpose(0, 1), up_HEC[:, : self.nope_dim])
@@ -154,20 +163,20 @@ class MultiHeadLatentAttention(nn.Module):
         place = (step.slots_M, step.lengths_M)
         out_MHC = None
         if step.sparse and self.indexer is not None:
-            keys_MX = self.indexer.keys(x_MD, step.cos_MR2, step.sin_MR2)
-            index_keys_PSX[step.slots_M, step.positions_M] = keys_MX.to(index_keys_PSX.dtype)
+            _write(index_keys_PSX, step.rows_M, self.indexer.keys(x_MD, step.cos_MR2, step.sin_MR2))
             iq_MJX, iw_MJ = self.indexer.queries(x_MD, q_latent_MQ, step.cos_MR2, step.sin_MR2)
             iw_MJ = iw_MJ * self.indexer.scale
             if self.lends_selection:
-                shared = [dispatch.ragged_select(iq_MJX, iw_MJ, index_keys_PSX, *place, self.index_topk)]
+                shared = [dispatch.ragged_select(iq_MJX, iw_MJ, index_keys_PSX, *place, self.index_topk, step.table_UZ)]
             else:
                 out_MHC = dispatch.ragged_dsa(q_MHK, iq_MJX, iw_MJ, latent_PSK, index_keys_PSX, *place, self.index_topk,
-                                              self.scale, self.latent_dim)
+                                              self.scale, self.latent_dim, step.table_UZ)
         if out_MHC is None:
             positions_MK = shared[0] if step.sparse else None
-            out_MHC = dispatch.ragged_attention(q_MHK, latent_PSK, *place, positions_MK, self.scale, self.latent_dim)
+            out_MHC = dispatch.ragged_attention(q_MHK, latent_PSK, *place, positions_MK, self.scale, self.latent_dim,
+                                                step.table_UZ)
         out_HMV = torch.bmm(out_MHC.transpose(0, 1), up_HEC[:, self.nope_dim :].transpose(1, 2))
-        return self.o_proj(out_HMV.transpose(0, 1).flatten(1)), shared
+        return self.part.leave(self.o_proj(out_HMV.transpose(0, 1).flatten(1))), shared
 
     def _queries(self, q_latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotated queries [..., H, N + R]."""
@@ -186,27 +195,34 @@ class MultiHeadLatentAttention(nn.Module):
         with torch.set_grad_enabled(mode.indexer_loss and torch.is_grad_enabled()):
             x_BTD = x_BTD.detach()
             q_BTJX, w_BTJ = self.indexer.queries(x_BTD, q_latent_BTQ.detach(), packed.cos_BTR2, packed.sin_BTR2)
-            return q_BTJX, w_BTJ, self.indexer.keys(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
+            keys_BTX = self.indexer.keys(x_BTD, packed.cos_BTR2, packed.sin_BTR2)
+            return q_BTJX, w_BTJ, packed.part.gather(keys_BTX)
 
     def _selects(self, packed: PackedRows, mode: AttentionMode) -> bool:
-        """Whether some query sees more keys than sparse attention keeps."""
-        return mode.sparse and any(span.longest > self.index_topk for span in packed.spans)
+        """Whether some query, local or not, sees more keys than sparse attention keeps."""
+        return mode.sparse and packed.longest > self.index_topk
 
-    def _attend_lists(self, q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: Index | None,
-                      positions_BTK: Tensor | None, packed: PackedRows, mode: AttentionMode) -> AttentionResult:
-        """Sparse attention by lists of keys, those given or those that the indexer selects.
+    def _attend_lists(self, q_BTHK: Tensor, keys_BSK: Tensor, index: Index | None, positions_BTK: Tensor | None,
+                      packed: PackedRows, mode: AttentionMode) -> AttentionResult:
+        """Absorbed sparse attention by lists of keys, those given or those that the indexer selects.
 
         Time but for the selection, and memory, are proportional to the length of the lists: no mask, no recomputation.
         """
-        kl = None
         if positions_BTK is None:
             assert index is not None and self.indexer is not None
             positions_BTK = dispatch.select_positions(index[0], index[2], index[1], self.indexer.scale,
                                                       *packed.visible_keys(), self.index_topk)
-        out_BTHV, target_BTK = dispatch.selected_attention(q_BTHK, k_BSHK, v_BSHV, positions_BTK, self.scale)
+        up_HEC = self.kv_b_proj.weight.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
+        absorbed_BTHC = torch.einsum("bthn,hnc->bthc", q_BTHK[..., : self.nope_dim], up_HEC[:, : self.nope_dim])
+        q_BTHK = torch.cat([absorbed_BTHC, q_BTHK[..., self.nope_dim :]], dim=-1)
+        out_BTHC = dispatch.sparse_attention(q_BTHK, keys_BSK, positions_BTK, self.scale, self.latent_dim)
+        out_BTHV = torch.einsum("bthc,hvc->bthv", out_BTHC, up_HEC[:, self.nope_dim :])
+        kl = None
         if mode.indexer_loss and index is not None and self.indexer is not None:
-            kl = dispatch.selected_kl(index[0], index[2], index[1], self.indexer.scale, positions_BTK, target_BTK)
-        return AttentionResult(self.o_proj(out_BTHV.flatten(2)), (positions_BTK,), kl)
+            target_BTK = self.part.mean(dispatch.sparse_targets(q_BTHK, keys_BSK, positions_BTK, self.scale))
+            scores_BTK = dispatch.sparse_scores(index[0], index[2], index[1], self.indexer.scale, positions_BTK)
+            kl = dispatch.indexer_kl(scores_BTK, target_BTK, positions_BTK >= 0)
+        return AttentionResult(self.part.leave(self.o_proj(out_BTHV.flatten(2))), (positions_BTK,), kl)
 
     def _attend(self, q_BtHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: Index | None, inherited_BtS: Tensor | None,
                 packed: PackedRows, span: Span, mode: AttentionMode) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -225,4 +241,10 @@ class MultiHeadLatentAttention(nn.Module):
         if not mode.indexer_loss:
             return out_BtHV, mask_BtS, None
         target_BtS = dispatch.attention_targets(q_BtHK.detach(), k_BSHK.detach(), mask_BtS, self.scale)
+        target_BtS = self.part.mean(target_BtS)
         return out_BtHV, mask_BtS, dispatch.indexer_kl(scores_BtS, target_BtS, mask_BtS)
+
+
+def _write(cache: Tensor, rows_M: Tensor, entries: Tensor) -> None:
+    """Store ``entries`` [M, dim] at ``rows_M`` of a cache [P, S, dim]."""
+    cache.view(-1, cache.shape[-1]).index_copy_(0, rows_M, entries.to(cache.dtype))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from glm5.kernels import dispatch
 from glm5.model.config import ModelConfig
 from glm5.model.layers import Mlp
+from glm5.model.parts import TokenPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +99,14 @@ class SparseMlp(nn.Module):
         self.experts = Experts(config)
         self.shared_experts = Mlp(config.hidden_size, config.moe_intermediate_size * config.n_shared_experts)
 
-    def forward(self, x_BTD: Tensor, counted_BT: Tensor | None) -> tuple[Tensor, RouterStatistics]:
-        """``counted_BT`` False marks tokens (padding) that statistics leave out; None counts all."""
+    def forward(self, x_BTD: Tensor, counted_BT: Tensor | None,
+                part: TokenPart | None = None) -> tuple[Tensor, RouterStatistics]:
+        """``counted_BT`` False marks tokens (padding) that statistics leave out; None counts all. ``part`` says which
+        tokens of a row ``x_BTD`` holds; None for all."""
         x_MD = x_BTD.flatten(0, 1)
         ids_MA, weights_MA, logits_ME = self.gate(x_MD)
         y_BTD = self.experts(x_MD, ids_MA, weights_MA).view_as(x_BTD) + self.shared_experts(x_BTD)
-        return y_BTD, _statistics(ids_MA, logits_ME, x_BTD.shape[:2], counted_BT)
+        return y_BTD, _statistics(ids_MA, logits_ME, x_BTD.shape[:2], counted_BT, part or TokenPart())
 
     def tokens(self, x_MD: Tensor) -> Tensor:
         """The output alone, for inference."""
@@ -111,28 +114,33 @@ class SparseMlp(nn.Module):
         return self.experts(x_MD, ids_MA, weights_MA) + self.shared_experts(x_MD)
 
 
-def _statistics(ids_MA: Tensor, logits_ME: Tensor, shape: tuple[int, int],
-                counted_BT: Tensor | None) -> RouterStatistics:
-    """Load of each expert, and the balance loss ``sum_e f_e P_e`` averaged over the rows of the batch.
+def _statistics(ids_MA: Tensor, logits_ME: Tensor, shape: tuple[int, int], counted_BT: Tensor | None,
+                part: TokenPart) -> RouterStatistics:
+    """Load of each expert by local tokens, and the balance loss ``sum_e f_e P_e`` averaged over the rows of the batch.
 
     f_e is the share of a row's tokens that chose e times E / A, P_e the mean normalised score (DeepSeek-V3 eq. 17-20).
     The shares of a token are normalised through logarithms: they sum to 1 however small the scores are, so that the
-    loss cannot be lowered by making all scores vanish.
+    loss cannot be lowered by making all scores vanish. Where a row is spread over processes, f_e and the number of its
+    tokens are those of the whole row and P_e has the local tokens only, so that the losses of the processes add up to
+    that of the row.
     """
     chosen_ME = torch.zeros_like(logits_ME, requires_grad=False).scatter_(1, ids_MA, 1.0)
     if counted_BT is not None:
         chosen_ME = chosen_ME * counted_BT.reshape(-1, 1)
     chosen_BE = chosen_ME.view(*shape, -1).sum(1)
+    load_E = chosen_BE.sum(0)
     if not torch.is_grad_enabled():
-        return RouterStatistics(chosen_BE.sum(0), chosen_BE.new_zeros(()))
+        return RouterStatistics(load_E, chosen_BE.new_zeros(()))
     share_ME = nn.functional.logsigmoid(logits_ME).softmax(-1)
     if counted_BT is not None:
         share_ME = share_ME * counted_BT.reshape(-1, 1)
     share_BE = share_ME.view(*shape, -1).sum(1)
-    counts_B1 = shape[1] if counted_BT is None else counted_BT.sum(1, keepdim=True).clamp_min(1)
+    chosen_BE = part.sum(chosen_BE)
+    counts_B1 = chosen_BE.new_full((1, 1), shape[1]) if counted_BT is None else counted_BT.sum(1, keepdim=True)
+    counts_B1 = part.sum(counts_B1).clamp_min(1)
     experts, per_token = logits_ME.shape[-1], ids_MA.shape[-1]
     loss = ((chosen_BE / counts_B1) * (share_BE / counts_B1)).sum() * (experts / (per_token * shape[0]))
-    return RouterStatistics(chosen_BE.sum(0), loss)
+    return RouterStatistics(load_E, loss)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from glm5.model.config import ModelConfig
 from glm5.model.layers import Mlp, PackedRows, Projection, RmsNorm
@@ -43,22 +44,32 @@ class DecoderLayer(nn.Module):
         self.self_attn = MultiHeadLatentAttention(config, has_indexer, lends_selection)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SparseMlp(config) if sparse_mlp else Mlp(config.hidden_size, config.intermediate_size)
+        self.recomputes = False
+        """Keep only the input of the layer for the backward pass and compute the rest again there."""
 
     def forward(self, hidden_BTD: Tensor, packed: PackedRows, mode: AttentionMode,
                 shared: tuple[Tensor, ...] | None = None) -> LayerResult:
         """``shared`` is an earlier selection to attend to instead of making one."""
+        if self.recomputes and torch.is_grad_enabled():
+            result: LayerResult = checkpoint(self._block, hidden_BTD, packed, mode, shared, use_reentrant=False,
+                                             preserve_rng_state=False)
+            return result
+        return self._block(hidden_BTD, packed, mode, shared)
+
+    def _block(self, hidden_BTD: Tensor, packed: PackedRows, mode: AttentionMode,
+               shared: tuple[Tensor, ...] | None) -> LayerResult:
         attention = self.self_attn(self.input_layernorm(hidden_BTD), packed, mode, shared)
         hidden_BTD = hidden_BTD + attention.out_BTD
         normed_BTD = self.post_attention_layernorm(hidden_BTD)
         if isinstance(self.mlp, SparseMlp):
-            update_BTD, router = self.mlp(normed_BTD, packed.counted_tokens())
+            update_BTD, router = self.mlp(normed_BTD, packed.counted_tokens(), packed.part)
         else:
             update_BTD, router = self.mlp(normed_BTD), None
         return LayerResult(hidden_BTD + update_BTD, attention.selection, attention.indexer_kl, router)
 
     def ragged(self, hidden_MD: Tensor, step: RaggedStep, latent_PSK: Tensor, index_keys_PSX: Tensor,
                shared: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """The same block over a slot cache; see ``MultiHeadLatentAttention.ragged``."""
+        """The same block over a paged cache; see ``MultiHeadLatentAttention.ragged``."""
         x_MD = self.input_layernorm(hidden_MD)
         out_MD, shared = self.self_attn.ragged(x_MD, step, latent_PSK, index_keys_PSX, shared)
         hidden_MD = hidden_MD + out_MD

@@ -1,4 +1,4 @@
-"""The GLM-5 language model: packed rows for training and scoring, ragged tokens over a slot cache for inference.
+"""The GLM-5 language model: packed rows for training and scoring, ragged tokens over a paged cache for inference.
 
 Parameter names equal those of a published checkpoint, except that the routed experts are stacked
 (``mlp.experts.gate_up_proj`` and ``mlp.experts.down_proj``); ``checkpoint`` translates. The MTP layer is the last entry
@@ -17,12 +17,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from glm5.model.cache import SlotCache
+from glm5.model.cache import KeyCache
 from glm5.model.config import ModelConfig
 from glm5.model.layers import Embedding, PackedRows, Projection, RmsNorm, rotary_tables
 from glm5.model.mla import AttentionMode, RaggedStep
 from glm5.model.moe import RouterStatistics
 from glm5.model.mtp import DecoderLayer, MtpLayer
+from glm5.model.parts import TokenPart
 
 Attention = Literal["sparse", "dense"]
 
@@ -79,6 +80,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
+        self.part = TokenPart()
         self.model = GlmMoeDsaModel(config)
         self.lm_head = Projection(config.hidden_size, config.vocab_size)
         self.reset_parameters(generator)
@@ -104,6 +106,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
 
         ``documents_BT`` is an int document id per token, -1 for padding; attention is causal within a document.
         ``positions_BT`` default to the position in the row. ``last_only`` gives the logits of the last token of a row.
+        Ids, documents and positions are those of whole rows; results are those of the tokens of ``part``.
         """
         output = self.hidden(input_ids_BT, positions_BT, documents_BT, attention=attention, indexer_loss=indexer_loss)
         logits = self.lm_head(output.hidden_BTD[:, -1:] if last_only else output.hidden_BTD)
@@ -112,7 +115,7 @@ class GlmMoeDsaForCausalLM(nn.Module):
     def hidden(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None, documents_BT: Tensor | None = None, *,
                attention: Attention = "sparse", indexer_loss: bool = False) -> ModelOutput:
         """``forward`` without the head: a caller applies ``lm_head`` in chunks."""
-        hidden_BTD = self.model.embed_tokens(input_ids_BT)
+        hidden_BTD = self.model.embed_tokens(self.part.local(input_ids_BT))
         packed = self._packed(input_ids_BT, positions_BT, documents_BT)
         mode = AttentionMode(_is_sparse(attention), indexer_loss)
         selection: tuple[Tensor, ...] | None = None
@@ -136,10 +139,11 @@ class GlmMoeDsaForCausalLM(nn.Module):
         token t+1, the hidden state that predicts token t+2. Pass the ``selection`` of the step before to a chained
         step. Raises ValueError when the model has no MTP layer."""
         layer = self._mtp_layer()
-        embedding_BTD = self.model.embed_tokens(next_ids_BT)
+        embedding_BTD = self.model.embed_tokens(self.part.local(next_ids_BT))
         if self.config.mtp_zero_first_embedding:
             positions_BT = self._positions(next_ids_BT) if positions_BT is None else positions_BT
-            embedding_BTD = embedding_BTD.masked_fill((positions_BT == 0).unsqueeze(-1), 0.0)
+            first_BT = self.part.local(positions_BT == 0)
+            embedding_BTD = embedding_BTD.masked_fill(first_BT.unsqueeze(-1), 0.0)
         packed = self._packed(next_ids_BT, positions_BT, documents_BT)
         mode = AttentionMode(_is_sparse(attention), indexer_loss)
         result = layer(layer.merge(embedding_BTD, hidden_BTD), packed, mode, selection)
@@ -147,26 +151,57 @@ class GlmMoeDsaForCausalLM(nn.Module):
         return MtpOutput(layer.shared_head.norm(result.hidden_BTD), result.indexer_kl, result.router.load_E,
                          result.router.balance_loss, shared)
 
-    @torch.inference_mode()
-    def ragged(self, ids_M: Tensor, positions_M: Tensor, slots_M: Tensor, cache: SlotCache, rows: Tensor | None = None,
-               attention: Attention = "sparse") -> Tensor:
-        """Prefill and decode tokens in one call -> logits fp32 [rows or M, W].
+    def new_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *,
+                  table_UZ: Tensor, with_mtp: bool = False) -> KeyCache:
+        """A cache for ``ragged``."""
+        return KeyCache(self.config, num_blocks, block_size, dtype, device, table_UZ=table_UZ, with_mtp=with_mtp)
 
-        Token m is written at ``cache[slots[m], positions[m]]`` and attends to that slot up to itself; in each layer all
-        keys are appended before any token attends, so the tokens of one slot may be a chunk of its prompt. ``rows``
-        are the indices into M whose logits are wanted. A slot is filled and read with one kind of ``attention``.
+    @torch.inference_mode()
+    def ragged(self, ids_M: Tensor, positions_M: Tensor, slots_M: Tensor, cache: KeyCache, rows: Tensor | None = None,
+               attention: Attention = "sparse") -> Tensor:
+        """Prefill and decode tokens in one call -> logits fp32 [rows or M, W]; see ``ragged_hidden``."""
+        return self.lm_head(self.ragged_hidden(ids_M, positions_M, slots_M, cache, rows, attention)).float()
+
+    @torch.inference_mode()
+    def ragged_hidden(self, ids_M: Tensor, positions_M: Tensor, slots_M: Tensor, cache: KeyCache,
+                      rows: Tensor | None = None, attention: Attention = "sparse") -> Tensor:
+        """Hidden states after the final norm [rows or M, D].
+
+        Token m is written at position ``positions[m]`` of slot ``slots[m]`` and attends to that slot up to itself; in
+        each layer all keys are appended before any token attends, so the tokens of one slot may be a chunk of its
+        prompt. ``rows`` are the indices into M whose states are wanted. A slot is filled and read with one kind of
+        ``attention``.
         """
         hidden_MD = self.model.embed_tokens(ids_M)
-        cos_MR2, sin_MR2 = self._rotary(positions_M, hidden_MD.dtype)
-        sparse = _is_sparse(attention) and cache.max_length > self.config.index_topk
-        step = RaggedStep(cos_MR2, sin_MR2, slots_M, positions_M, positions_M + 1, sparse)
+        step = self._ragged_step(positions_M, slots_M, cache, attention)
         shared: Sequence[Tensor | None] = ()
-        for layer, latent_PSK, index_keys_PSX in zip(self._decoder_layers(), cache.latent_LPSK, cache.index_keys_LPSX,
-                                                     strict=True):
-            hidden_MD, shared = layer.ragged(hidden_MD, step, latent_PSK, index_keys_PSX, shared)
+        for number, layer in enumerate(self._decoder_layers()):
+            hidden_MD, shared = layer.ragged(hidden_MD, step, *cache.layer(number), shared)
         if rows is not None:
             hidden_MD = hidden_MD[rows]
-        return self.lm_head(self.model.norm(hidden_MD)).float()
+        return self.model.norm(hidden_MD)
+
+    @torch.inference_mode()
+    def ragged_mtp(self, hidden_MD: Tensor, next_ids_M: Tensor, positions_M: Tensor, slots_M: Tensor, cache: KeyCache,
+                   attention: Attention = "sparse") -> Tensor:
+        """``mtp`` over a cache that has the MTP layer -> hidden_MD: apply ``lm_head``, or feed it to the next step.
+
+        The entry that token m leaves at its position depends on the id after it as well.
+        """
+        layer = self._mtp_layer()
+        embedding_MD = self.model.embed_tokens(next_ids_M)
+        if self.config.mtp_zero_first_embedding:
+            embedding_MD = embedding_MD.masked_fill((positions_M == 0).unsqueeze(-1), 0.0)
+        step = self._ragged_step(positions_M, slots_M, cache, attention)
+        keys = cache.layer(self.config.num_hidden_layers)
+        out_MD, _ = layer.ragged(layer.merge(embedding_MD, hidden_MD), step, *keys, ())
+        return layer.shared_head.norm(out_MD)
+
+    def _ragged_step(self, positions_M: Tensor, slots_M: Tensor, cache: KeyCache, attention: str) -> RaggedStep:
+        cos_MR2, sin_MR2 = self._rotary(positions_M, self.model.embed_tokens.weight.dtype)
+        sparse = _is_sparse(attention) and cache.max_length > self.config.index_topk
+        rows_M = cache.rows(slots_M, positions_M)
+        return RaggedStep(cos_MR2, sin_MR2, slots_M, positions_M + 1, rows_M, cache.table_UZ, sparse)
 
     def _decoder_layers(self) -> list[DecoderLayer]:
         return list(self.model.layers)[: self.config.num_hidden_layers]
@@ -180,8 +215,8 @@ class GlmMoeDsaForCausalLM(nn.Module):
     def _packed(self, ids_BT: Tensor, positions_BT: Tensor | None, documents_BT: Tensor | None) -> PackedRows:
         if positions_BT is None:
             positions_BT = self._positions(ids_BT)
-        cos_BTR2, sin_BTR2 = self._rotary(positions_BT, self.model.embed_tokens.weight.dtype)
-        return PackedRows(cos_BTR2, sin_BTR2, documents_BT, (ids_BT.shape[0], ids_BT.shape[1]))
+        cos_BTR2, sin_BTR2 = self._rotary(self.part.local(positions_BT), self.model.embed_tokens.weight.dtype)
+        return PackedRows(cos_BTR2, sin_BTR2, documents_BT, (ids_BT.shape[0], ids_BT.shape[1]), self.part)
 
     @staticmethod
     def _positions(ids_BT: Tensor) -> Tensor:

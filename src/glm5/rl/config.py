@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from glm5.config import build_config, load_config
+from glm5.config import build_config, load_config, require_at_least
+from glm5.device import AUTO
 from glm5.errors import ConfigError
 from glm5.train.config import OptimizerConfig, ScheduleConfig
 
@@ -64,8 +65,8 @@ class CurriculumConfig:
     """Tasksets whose groups more often have equal rewards start up to so many times more of them; 1: fixed shares."""
 
     def __post_init__(self) -> None:
-        _require_at_least(1, max_visits=self.max_visits, balance=self.balance)
-        _require_at_least(0, revisit_after_steps=self.revisit_after_steps)
+        require_at_least(1, max_visits=self.max_visits, balance=self.balance)
+        require_at_least(0, revisit_after_steps=self.revisit_after_steps)
         if not 0 <= self.revisit_share < 1:
             raise ConfigError(f"revisit_share={self.revisit_share} must lie in [0, 1)")
 
@@ -130,6 +131,10 @@ class RLConfig:
     """Isolation of the task services; ``none`` runs the tools of the model without any."""
     max_tokens_per_microbatch: int = 8192
     """Tokens, padding included, of one forward and backward pass."""
+    device: str = AUTO
+    """Where the trainer computes: a name of ``glm5.device``."""
+    engine_device: str = AUTO
+    """Where the engine computes."""
     trainer_threads: int = 1
     """CPU threads of the trainer."""
     engine_threads: int = 1
@@ -150,14 +155,14 @@ class RLConfig:
     def __post_init__(self) -> None:
         if not self.tasksets or any(ratio <= 0 for ratio in self.tasksets.values()):
             raise ConfigError(f"tasksets={self.tasksets}: name at least one taskset with a share above 0")
-        _require_at_least(0, pacing_eta=self.pacing_eta, max_staleness=self.max_staleness, max_minutes=self.max_minutes,
+        require_at_least(0, pacing_eta=self.pacing_eta, max_staleness=self.max_staleness, max_minutes=self.max_minutes,
                           evaluation_count=self.evaluation_count, evaluation_temperature=self.evaluation_temperature)
-        _require_at_least(1, groups_per_batch=self.groups_per_batch, steps=self.steps, publish_every=self.publish_every,
+        require_at_least(1, groups_per_batch=self.groups_per_batch, steps=self.steps, publish_every=self.publish_every,
                           max_new_tokens=self.max_new_tokens, max_turns=self.max_turns, concurrency=self.concurrency,
                           max_attempts=self.max_attempts, checkpoint_every=self.checkpoint_every,
                           keep_checkpoints=self.keep_checkpoints, trainer_threads=self.trainer_threads,
                           engine_threads=self.engine_threads, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
-        _require_at_least(2, group_size=self.group_size, max_context=self.max_context)
+        require_at_least(2, group_size=self.group_size, max_context=self.max_context)
         for name, value in (("temperature", self.temperature), ("episode_timeout_s", self.episode_timeout_s),
                             ("stall_minutes", self.stall_minutes)):
             if value <= 0:
@@ -181,12 +186,6 @@ class RLConfig:
     def publication_interval(self) -> int:
         """Steps between weight publications, 1 in synchronous mode."""
         return self.publish_every if self.mode == "async" else 1
-
-
-def _require_at_least(least: float, **values: float) -> None:
-    for name, value in values.items():
-        if value < least:
-            raise ConfigError(f"{name}={value} is below {least}; raise it")
 
 
 def read_rl_config(path: Path) -> RLConfig:

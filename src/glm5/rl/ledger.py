@@ -336,7 +336,7 @@ class Ledger:
                 "SELECT episode_id, group_id, task_id, taskset, outcome, reward, episodes.reason, started_at, "
                 "duration_s, body, multiplicity, episodes.min_step FROM episodes JOIN groups USING (group_id) "
                 "WHERE group_id = ? AND multiplicity > 0 ORDER BY slot", (group_id,)).fetchall()
-            new = group_samples([_episode(row) for row in rows], [row[10] for row in rows], advantage)
+            new = group_samples([episode_of_row(row) for row in rows], [row[10] for row in rows], advantage)
             oldest = {row[0]: row[11] for row in rows}
             staleness |= {sample.sample_id: trainer_step - oldest[sample.episode_id] for sample in new}
             samples += new
@@ -352,7 +352,9 @@ def _step_span(episode: Episode, steps: dict[int, int]) -> tuple[int, int] | Non
     return min(steps[version] for version in versions), max(steps[version] for version in versions)
 
 
-def _episode(row: Sequence[Any]) -> Episode:
+def episode_of_row(row: Sequence[Any]) -> Episode:
+    """The record that ten columns hold: episode_id, group_id, task_id, taskset, outcome, reward, reason, started_at,
+    duration_s, body."""
     body = json.loads(zlib.decompress(row[9]))
     return Episode(episode_id=row[0], group_id=row[1], task_id=row[2], taskset=row[3], outcome=row[4], reward=row[5],
                    reason=row[6], started_at=row[7], duration_s=row[8], reward_parts=body["reward_parts"],

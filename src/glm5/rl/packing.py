@@ -10,6 +10,7 @@ Letters: B rows, T tokens of a row, M sampled tokens of the micro-batch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,12 @@ class MicroBatch:
     """Int64 [M]: trainer steps."""
     tokens: int
     """Tokens that are not padding."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on ``device``."""
+        moved = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return MicroBatch(**{name: value.to(device) if isinstance(value, Tensor) else value
+                             for name, value in moved.items()})
 
 
 def micro_batches(batch: LeasedBatch, max_tokens: int) -> list[MicroBatch]:

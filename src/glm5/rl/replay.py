@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from glm5.errors import ServiceError
-from glm5.records import Episode, Trajectory, to_json, trajectory_from_json
+from glm5.records import Episode, Trajectory, to_json
+from glm5.rl.ledger import episode_of_row
 from glm5.runlog import write_atomic
 from glm5.tokenizer.bpe import load_tokenizer
 
@@ -150,11 +150,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _ledger_episode(row: tuple[Any, ...]) -> LedgerEpisode:
-    body = json.loads(zlib.decompress(row[9]))
-    episode = Episode(episode_id=row[0], group_id=row[1], task_id=row[2], taskset=row[3], outcome=row[4], reward=row[5],
-                      reason=row[6], started_at=row[7], duration_s=row[8], reward_parts=body["reward_parts"],
-                      trajectories=[trajectory_from_json(item) for item in body["trajectories"]])
-    return LedgerEpisode(episode, row[10], bool(row[11]), *row[12:])
+    return LedgerEpisode(episode_of_row(row), row[10], bool(row[11]), *row[12:])
 
 
 def _spans(trajectory: Trajectory) -> list[tuple[bool, list[int]]]:

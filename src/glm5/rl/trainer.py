@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from glm5.device import find_device
 from glm5.errors import ConfigError, ServiceError
 from glm5.model.checkpoint import load_model
 from glm5.model.quantize.plan import trained_for
@@ -137,7 +138,8 @@ def policy_step(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, batch: Leased
     policy_loss = LOSSES[config.loss.kind]
     loss = entropy = 0.0
     tokens = padded = 0
-    for part in micro_batches(batch, config.max_tokens_per_microbatch):
+    for packed in micro_batches(batch, config.max_tokens_per_microbatch):
+        part = packed.to(model.lm_head.weight.device)
         hidden_BTD = model.hidden(part.ids_BT, part.positions_BT, part.documents_BT, attention="sparse").hidden_BTD
         hidden_MD = hidden_BTD.flatten(0, 1)[part.predictors]
         logprobs = token_logprobs(hidden_MD, model.lm_head.weight, part.labels, config.temperature)
@@ -170,7 +172,7 @@ class Trainer:
         if start is not None:
             require_same_tokenizer(start, init_dir)
         self._tokenizer_dir = init_dir
-        self._model = load_model(start or init_dir, dtype=torch.float32)
+        self._model = load_model(start or init_dir, dtype=torch.float32, device=find_device(config.device))
         self._model.config = trained_for(self._model.config, None)
         freeze(self._model)
         self._optimizer = build_optimizer(self._model, config.optimizer)
@@ -298,7 +300,8 @@ class Trainer:
     def _checkpoint(self) -> Path:
         """Write the weights with the ids of the batches in them, then ack those."""
         facts = {"stage": "rl", "name": self.config.name, "parent": self.config.init}
-        path = save_checkpoint(self.run_dir, self.state, self._model, self._optimizer, self._tokenizer_dir, facts)
+        path = save_checkpoint(self.run_dir, self.state, self._model, self._optimizer.state_dict(), self._tokenizer_dir,
+                               facts)
         self._ledger.ack(self._last_batch, self.state.step)
         prune_checkpoints(self.run_dir, self.config.keep_checkpoints)
         return path

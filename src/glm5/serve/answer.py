@@ -280,35 +280,36 @@ class Run:
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Pieces of all answers as they arrive. Raises the first EngineError; leaving early aborts the rest."""
+        chunks = self._chunks_of(0) if len(self._sources) == 1 else self._merged()
         try:
-            if len(self._sources) == 1:
-                async with aclosing(self._pieces_of(0)) as pieces:
-                    async for piece in pieces:
+            async with aclosing(chunks):
+                # An answer grows only here, when its last piece has been written: a piece tells what is new in it.
+                async for index, chunk in chunks:
+                    answer = self.answers[index]
+                    if not answer.is_finished:
+                        start = len(answer.output_ids)
+                        piece = Piece(index, answer, answer.feed(chunk), start)
+                        if answer.is_finished:  # perhaps by a stop string, of which the engine knows nothing
+                            self._sources[index].abort()
                         yield piece
-                return
-            async with aclosing(self._merged()) as merged:
-                async for piece in merged:
-                    yield piece
+                    if all(answer.is_finished for answer in self.answers):
+                        return
         finally:
             self.abort()
 
-    async def _pieces_of(self, index: int) -> AsyncGenerator[Piece, None]:
-        answer = self.answers[index]
+    async def _chunks_of(self, index: int) -> AsyncGenerator[tuple[int, Chunk], None]:
         async with aclosing(self._sources[index].stream(self._timeout_s)) as chunks:
             async for chunk in chunks:
-                start = len(answer.output_ids)
-                yield Piece(index, answer, answer.feed(chunk), start)
-                if answer.is_finished:
-                    return
+                yield index, chunk
 
-    async def _merged(self) -> AsyncGenerator[Piece, None]:
-        queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+    async def _merged(self) -> AsyncGenerator[tuple[int, Chunk], None]:
+        queue: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue()
 
         async def read(index: int) -> None:
             try:
-                async with aclosing(self._pieces_of(index)) as pieces:
-                    async for piece in pieces:
-                        queue.put_nowait(piece)
+                async with aclosing(self._chunks_of(index)) as chunks:
+                    async for chunk in chunks:
+                        queue.put_nowait(chunk)
                 queue.put_nowait(None)
             except Glm5Error as error:
                 queue.put_nowait(error)

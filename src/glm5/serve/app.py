@@ -38,6 +38,7 @@ from glm5.serve.config import ServeConfig
 from glm5.serve.connection import deadline_protocol
 from glm5.serve.events import CLIENT_GONE, open_stream, token_events, unless_gone
 from glm5.serve.front import Front, error_response
+from glm5.serve.handover import LENGTH_HEADER, VERSION_HEADER, PrefillPeer
 from glm5.serve.memory import Remembered, ResponseMemory
 from glm5.serve.metrics import Metrics
 from glm5.serve.openapi import docs_page, openapi
@@ -58,6 +59,8 @@ class Api:
     def __init__(self, engine: Engine, tokenizer: Tokenizer, model_name: str, config: ServeConfig) -> None:
         self._engine, self._tokenizer, self._model_name, self._config = engine, tokenizer, model_name, config
         self._created = int(time.time())
+        key = config.api_keys[0] if config.api_keys else ""
+        self.peer = PrefillPeer(config.peer, engine, key) if config.peer else None
         self._memory = ResponseMemory(config.response_memory_bytes)
         self.metrics = Metrics()
 
@@ -65,6 +68,7 @@ class Api:
         """All routes of the server."""
         table: list[tuple[str, str, Endpoint]] = [
             ("POST", "/generate", self.generate),
+            *([("POST", "/export_prefix", self.export_prefix)] if self._config.role == "prefill" else []),
             ("POST", "/update_weights_from_disk", self.update_weights),
             ("POST", "/pause_generation", self.pause),
             ("POST", "/continue_generation", self.resume),
@@ -92,7 +96,11 @@ class Api:
         """Ids in, ids, log-probs and weight versions out."""
         wanted = parse_generate(await self._read(request))
         generation = await self._submit(
-            wanted.ids, wanted.params, session_id=wanted.session_id, prompt_logprobs=wanted.wants_prompt_logprobs
+            wanted.ids,
+            wanted.params,
+            session_id=wanted.session_id,
+            prompt_logprobs=wanted.wants_prompt_logprobs,
+            priority=wanted.priority,
         )
         request.state.sequences = [generation.sequence]
         timeout_s = self._config.request_timeout_s
@@ -115,6 +123,16 @@ class Api:
         if wanted.wants_prompt_logprobs:
             body["prompt_logprobs"] = done.prompt_logprobs
         return _json(body)
+
+    async def export_prefix(self, request: Request) -> Response:
+        """Compute a prompt and answer with the keys of its tokens, for another engine's prefix cache."""
+        ids = field(await self._read(request), "input_ids", list, required=True)
+        generation = self._engine.submit(ids, SamplingParams(max_new_tokens=0))
+        if await unless_gone(request.receive, generation.wait(self._config.request_timeout_s)) is None:
+            return Response(status_code=CLIENT_GONE)
+        prefix = await asyncio.to_thread(self._engine.export_prefix, ids)
+        headers = {LENGTH_HEADER: str(prefix.length), VERSION_HEADER: str(prefix.version)}
+        return Response(prefix.to_bytes(), media_type="application/octet-stream", headers=headers)
 
     async def update_weights(self, request: Request) -> Response:
         """Swap weights; a checkpoint that cannot be used answers 400 and changes nothing."""
@@ -256,7 +274,9 @@ class Api:
         return await read_json(request, self._config.max_body_bytes, self._config.body_timeout_s)
 
     async def _submit(self, ids: list[int], params: SamplingParams, **rest: Any) -> Generation:
-        """Queue a request; a grammar is compiled outside of the event loop."""
+        """Queue a request; a grammar is compiled outside of the event loop, long prompts may be filled by the peer."""
+        if self.peer is not None:
+            await self.peer.fetch(ids)
         if params.grammar is None:
             return self._engine.submit(ids, params, **rest)
         return await asyncio.to_thread(self._engine.submit, ids, params, **rest)
@@ -294,6 +314,8 @@ def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str, config: Ser
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
+        if api.peer is not None:
+            await api.peer.close()
         await asyncio.to_thread(engine.close)
         front.close()
 
@@ -333,19 +355,37 @@ def serve(
     if port:
         bind(host, port).close()  # a taken port is reported before torch and the weights are loaded
     from glm5.engine.engine import Engine
+    from glm5.engine.replacement import load_weights
+    from glm5.engine.tensor_parallel import join, world_size
 
     # The engine's thread gives the interpreter lock away in every tensor operation and would wait up to the default
     # 5 ms, longer than a decode step, to get it back from a busy HTTP thread.
     sys.setswitchinterval(0.0003)
     path = Path(directory)
     tokenizer = load_tokenizer(path)
-    engine = Engine.from_directory(path, tokenizer.stop_ids, engine_config, weight_version, Grammars(tokenizer))
+    engine_config = engine_config or EngineConfig()
+    model = load_weights(path, engine_config)
+    leader = None
+    if world_size() > 1:
+        model = leader = join(model)
+        if leader is None:  # another process serves; this one has done its share
+            return
+    engine = Engine(
+        model,
+        tokenizer.stop_ids,
+        engine_config,
+        weight_version=weight_version,
+        model_path=str(directory),
+        grammars=Grammars(tokenizer),
+    )
     try:
         app = build_app(engine, tokenizer, path.resolve().name, config)
         protocol = deadline_protocol(config.header_timeout_s)
         serve_app(app, host, port, ready_file, grace_s=config.shutdown_timeout_s, protocol=protocol)
     finally:
         engine.close()
+        if leader is not None:
+            leader.close()
 
 
 def _owner(request: Request) -> str:

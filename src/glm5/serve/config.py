@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from glm5.errors import ConfigError
 
@@ -30,6 +31,10 @@ class ServeConfig:
     """How long running answers may go on after SIGTERM."""
     response_memory_bytes: int = 64 << 20
     """Stored responses that ``previous_response_id`` can name; the least recently used are forgotten."""
+    role: Literal["both", "prefill", "decode"] = "both"
+    """``prefill`` fills prompts for others, ``decode`` takes the keys of long prompts from ``peer``."""
+    peer: str = ""
+    """URL of the engine that fills prompts for this one."""
     access_log: str = ""
     """File to which one JSON line a request is appended; ``-`` is standard output, empty none."""
 
@@ -40,6 +45,11 @@ class ServeConfig:
         for name in ("request_timeout_s", "header_timeout_s", "body_timeout_s", "shutdown_timeout_s"):
             if not 0 < getattr(self, name) < 1e9:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be a positive number of seconds; correct it")
+        if self.role not in ("both", "prefill", "decode"):
+            raise ConfigError(f"role={self.role!r}: expected both, prefill or decode; correct it")
+        if (self.role == "decode") != bool(self.peer):
+            raise ConfigError(f"role={self.role!r} with peer={self.peer!r}: a peer belongs to the role decode, and only "
+                              "to it; give both or neither")
         if self.response_memory_bytes < 0:
             raise ConfigError(f"response_memory_bytes={self.response_memory_bytes}: must be 0 (store nothing) or more")
         if any(not key or not key.isascii() for key in self.api_keys):

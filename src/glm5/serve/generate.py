@@ -108,7 +108,6 @@ def open_target(target: str | Path) -> Iterator[Target]:
         Engine.from_directory(target, tokenizer.stop_ids, EngineConfig(max_slots=1)) as engine,
         asyncio.Runner() as runner,
     ):
-
         def start(path: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
             from glm5.serve.answer import Format, Run, answer_events
             from glm5.serve.chat import parse_chat

@@ -17,6 +17,9 @@ _COUNTERS = {
     "generated_tokens": "sampled tokens",
     "prefilled_tokens": "prompt tokens computed",
     "cached_tokens": "prompt tokens found in the prefix cache",
+    "preemptions": "times that a sequence gave up its slot for another",
+    "drafted_tokens": "drafts of the MTP layer that were verified",
+    "accepted_tokens": "drafts that were kept",
     "weight_updates": "weight sets swapped in",
 }
 _GAUGES = {
@@ -26,6 +29,11 @@ _GAUGES = {
     "weight_version": "version of the weights in force",
     "is_paused": "1 while paused",
     "cache_bytes": "memory of the key cache",
+    "cache_blocks": "blocks of the key cache",
+    "cache_blocks_used": "blocks that hold keys",
+    "acceptance_length": "tokens per sequence and step with drafts",
+    "speculative_speedup": "time per token without drafts over that with drafts",
+    "is_drafting": "1 while the MTP layer drafts",
 }
 
 

@@ -196,6 +196,7 @@ _GENERATE = _object(
     return_logprob=_FLAG,
     return_prompt_logprob=_FLAG,
     session_id=_TEXT,
+    priority=_INTEGER,
 )
 _ROUTES: tuple[tuple[str, str, str, Schema | None, tuple[str, ...]], ...] = (
     ("post", "/v1/chat/completions", "OpenAI chat completion", _CHAT, ("id", "object", "choices", "usage")),

@@ -157,6 +157,7 @@ class GenerateRequest:
     wants_logprobs: bool
     wants_prompt_logprobs: bool
     session_id: str | None
+    priority: int
 
 
 def parse_generate(data: dict[str, Any]) -> GenerateRequest:
@@ -171,6 +172,7 @@ def parse_generate(data: dict[str, Any]) -> GenerateRequest:
         field(data, "return_logprob", bool, True),
         field(data, "return_prompt_logprob", bool, False),
         field(data, "session_id", str),
+        field(data, "priority", int, 0),
     )
 
 

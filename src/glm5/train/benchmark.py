@@ -36,7 +36,8 @@ from glm5.data.packing import Batch, collate, make_row
 from glm5.data.sources import read_documents
 from glm5.errors import ConfigError
 from glm5.model.checkpoint import load_model, save_model
-from glm5.model.config import ModelConfig, parameter_counts, preset
+from glm5.model.config import ModelConfig, preset
+from glm5.model.counts import parameter_counts
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.train.config import OptimizerConfig
 from glm5.train.loop import compute_gradients

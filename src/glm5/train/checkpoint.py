@@ -71,9 +71,12 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"{step:06d}"
 
 
-def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausalLM, optimizer: Optimizer,
-                    tokenizer_dir: Path | None, meta: Mapping[str, Any] | None = None) -> Path:
+def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausalLM,
+                    optimizer_state: Mapping[str, Tensor], tokenizer_dir: Path | None,
+                    meta: Mapping[str, Any] | None = None) -> Path:
     """Write the checkpoint of ``state.step`` and give its directory; an existing one of that step is replaced.
+
+    Model and optimizer state are whole, wherever they were trained.
 
     ``meta`` adds facts to meta.json, for example the parent. Raises CheckpointError when it cannot be written, a full
     disk included; then nothing is left behind.
@@ -84,7 +87,7 @@ def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausa
         shutil.rmtree(temporary, ignore_errors=True)
         save_model(model, temporary, tokenizer_source=tokenizer_dir)
         (temporary / "trainer").mkdir()
-        tensors = {name: tensor.contiguous() for name, tensor in optimizer.state_dict().items()}
+        tensors = {name: tensor.contiguous() for name, tensor in optimizer_state.items()}
         save_file({**tensors, _RNG: torch.get_rng_state()}, temporary / "trainer" / "optimizer.safetensors")
         _write_json(temporary / "trainer" / "state.json", dataclasses.asdict(state))
         facts = {"format": FORMAT, "step": state.step, "tokens_seen": state.tokens,

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from glm5.config import require_at_least
 from glm5.data.config import DEFAULT_RECALL, SHARD_CHARS, CorpusConfig, DedupConfig, RecallKind
+from glm5.device import AUTO
 from glm5.errors import ConfigError
 from glm5.model.quantize.plan import QuantisationPlan
 
@@ -75,8 +77,8 @@ class OptimizerConfig:
                 raise ConfigError(f"{name}={rate} is not positive; give a learning rate above 0")
         if not 0 <= self.momentum < 1 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"momentum={self.momentum}, betas={self.betas}: each must lie in [0, 1)")
-        _require_at_least(1, newton_schulz_steps=self.newton_schulz_steps)
-        _require_at_least(0, weight_decay=self.weight_decay, clip_norm=self.clip_norm, eps=self.eps)
+        require_at_least(1, newton_schulz_steps=self.newton_schulz_steps)
+        require_at_least(0, weight_decay=self.weight_decay, clip_norm=self.clip_norm, eps=self.eps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +95,7 @@ class ScheduleConfig:
     """Share of the steps over which ``stable`` falls to ``final``."""
 
     def __post_init__(self) -> None:
-        _require_at_least(0, warmup_steps=self.warmup_steps)
+        require_at_least(0, warmup_steps=self.warmup_steps)
         if not 0 <= self.final <= 1 or not 0 < self.decay_fraction <= 1:
             raise ConfigError(f"final={self.final} must lie in [0, 1], decay_fraction={self.decay_fraction} in (0, 1]")
 
@@ -108,7 +110,7 @@ class BatchRampConfig:
     """Steps over which the rows rise to ``batch_rows``, in whole micro-batches."""
 
     def __post_init__(self) -> None:
-        _require_at_least(0, first_rows=self.first_rows, steps=self.steps)
+        require_at_least(0, first_rows=self.first_rows, steps=self.steps)
         if bool(self.first_rows) != bool(self.steps):
             raise ConfigError(f"first_rows={self.first_rows} and steps={self.steps}: give both or neither")
 
@@ -127,8 +129,8 @@ class GuardConfig:
     """Stop when this many steps were skipped."""
 
     def __post_init__(self) -> None:
-        _require_at_least(0, loss_rise=self.loss_rise, norm_factor=self.norm_factor)
-        _require_at_least(1, window=self.window, max_skipped=self.max_skipped)
+        require_at_least(0, loss_rise=self.loss_rise, norm_factor=self.norm_factor)
+        require_at_least(1, window=self.window, max_skipped=self.max_skipped)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,8 +173,8 @@ class DataConfig:
         names = [corpus.name for corpus in self.corpora]
         if len(set(names)) < len(names):
             raise ConfigError(f"corpora names {names}: each must be different")
-        _require_at_least(0, held_out_rows=self.held_out_rows, workers=self.workers)
-        _require_at_least(1, ahead=self.ahead, shard_chars=self.shard_chars)
+        require_at_least(0, held_out_rows=self.held_out_rows, workers=self.workers)
+        require_at_least(1, ahead=self.ahead, shard_chars=self.shard_chars)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,9 +191,34 @@ class EvaluationConfig:
     """A rise counts when it exceeds this much; noise of the measurement should not prolong a stage."""
 
     def __post_init__(self) -> None:
-        _require_at_least(0, every=self.every, patience=self.patience, min_rise=self.min_rise)
+        require_at_least(0, every=self.every, patience=self.patience, min_rise=self.min_rise)
         if self.patience and not self.every:
             raise ConfigError(f"patience={self.patience} needs every above 0: the hook is never called")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How a stage is spread over the ``fsdp x ep x cp x tp`` processes that ``torchrun`` starts; docs/parallelism.md.
+
+    None of it changes what is trained: losses and gradients are those of one process, up to rounding.
+    """
+
+    fsdp: int = 0
+    """Processes with other rows and the same experts; parameters are sharded over all. 0: those that remain."""
+    ep: int = 1
+    """Processes that divide the routed experts and exchange tokens; each has other rows."""
+    cp: int = 1
+    """Processes that divide the tokens of their rows."""
+    tp: int = 1
+    """Processes that divide the attention heads."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass: less memory, a third more work."""
+    timeout_s: float = 600.0
+    """Deadline of every exchange between processes; past it the run ends with an error."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, ep=self.ep, cp=self.cp, tp=self.tp, timeout_s=self.timeout_s)
+        require_at_least(0, fsdp=self.fsdp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,6 +245,10 @@ class StageConfig:
     """Learning rate over the steps."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """The evaluation hook."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How many processes share the work, and how."""
+    device: str = AUTO
+    """Where the model is trained: a name of ``glm5.device``."""
     quantization: QuantisationPlan | None = None
     """Train for this export: losses and gradients are those of the rounded weights; None trains plain weights."""
     steps: int
@@ -229,7 +260,7 @@ class StageConfig:
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
     """Rows of the first steps."""
     micro_rows: int = 0
-    """Rows of one forward and backward pass; 0 takes all rows of the step at once."""
+    """Rows of one forward and backward pass of a process; 0 takes all its rows of the step at once."""
     length: int = 256
     """Tokens per row."""
     mtp_steps: int = 3
@@ -254,10 +285,10 @@ class StageConfig:
     """Seed of the random weights and of the order of the data."""
 
     def __post_init__(self) -> None:
-        _require_at_least(1, steps=self.steps, batch_rows=self.batch_rows, checkpoint_every=self.checkpoint_every,
+        require_at_least(1, steps=self.steps, batch_rows=self.batch_rows, checkpoint_every=self.checkpoint_every,
                           log_every=self.log_every)
-        _require_at_least(8, length=self.length)
-        _require_at_least(0, micro_rows=self.micro_rows, mtp_steps=self.mtp_steps, max_minutes=self.max_minutes,
+        require_at_least(8, length=self.length)
+        require_at_least(0, micro_rows=self.micro_rows, mtp_steps=self.mtp_steps, max_minutes=self.max_minutes,
                           mtp_weight=self.mtp_weight, balance_weight=self.balance_weight, bias_rate=self.bias_rate,
                           indexer_weight=self.indexer_weight)
         if self.batch_ramp.first_rows > self.batch_rows:
@@ -284,9 +315,3 @@ class StageConfig:
     def trains_indexer(self) -> bool:
         """Whether the indexers learn here."""
         return self.recipe.trains_indexer and self.train_indexer
-
-
-def _require_at_least(least: float, **values: float) -> None:
-    for name, value in values.items():
-        if value < least:
-            raise ConfigError(f"{name}={value} is below {least}; raise it")

@@ -15,13 +15,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from glm5.data.packing import Batch
 from glm5.errors import CheckpointError
-from glm5.model.checkpoint import load_model
 from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.runlog import write_atomic
 from glm5.train.checkpoint import TrainerState, complete_checkpoints
 from glm5.train.config import GuardConfig
 from glm5.train.losses import Objective, count_step
@@ -64,41 +65,53 @@ def remember(config: GuardConfig, state: TrainerState, loss: float, norm: float)
 
 
 def keep_batch(run_dir: Path, step: int, batch: Batch, reason: str, suffix: str = "") -> Path:
-    """Write the batch of a refused step, flushed to ``skipped/``; give the file."""
+    """Write the batch of a refused step to ``skipped/``, whole or not at all; give the file."""
     path = run_dir / FOLDER / f"{step:06d}{suffix}.safetensors"
     path.parent.mkdir(exist_ok=True)
-    save_file({"ids": batch.ids_BT.contiguous(), "positions": batch.positions_BT.contiguous(),
-               "documents": batch.documents_BT.contiguous(), "loss_mask": batch.loss_mask_BT.contiguous()},
-              path, metadata={"reason": reason})
+    write_atomic(path, save({"ids": batch.ids_BT.contiguous(), "positions": batch.positions_BT.contiguous(),
+                             "documents": batch.documents_BT.contiguous(),
+                             "loss_mask": batch.loss_mask_BT.contiguous()}, metadata={"reason": reason}))
     return path
 
 
-def load_batch(path: Path) -> tuple[Batch, str]:
-    """A kept batch and the reason why its step was refused. Raises CheckpointError when there is none."""
-    if not path.is_file():
-        kept = ", ".join(sorted(item.stem for item in path.parent.glob("*.safetensors"))) or "none"
-        raise CheckpointError(f"{path}: no such batch; steps with one: {kept}")
-    with safe_open(path, "pt") as file:
+def load_batch(run_dir: Path, step: int) -> tuple[Batch, str]:
+    """The batch of a refused step, joined from what each process kept, and the reason. Raises CheckpointError when
+    there is none."""
+    paths = sorted((run_dir / FOLDER).glob(f"{step:06d}*.safetensors"))
+    if not paths:
+        kept = ", ".join(sorted({item.name[:6] for item in (run_dir / FOLDER).glob("*.safetensors")})) or "none"
+        raise CheckpointError(f"{run_dir / FOLDER}: no batch of step {step}; steps with one: {kept}")
+    with safe_open(paths[0], "pt") as file:
         reason = (file.metadata() or {}).get("reason", "")
-    tensors = load_file(path)
-    return Batch(ids_BT=tensors["ids"], positions_BT=tensors["positions"], documents_BT=tensors["documents"],
-                 loss_mask_BT=tensors["loss_mask"]), reason
+    parts = [load_file(path) for path in paths]
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    rows = [row.numpy().tobytes() for row in joined["ids"]]
+    first = [number for number, row in enumerate(rows) if rows.index(row) == number]  # some processes share rows
+    return Batch(ids_BT=joined["ids"][first], positions_BT=joined["positions"][first],
+                 documents_BT=joined["documents"][first], loss_mask_BT=joined["loss_mask"][first]), reason
 
 
-def replay(run_dir: Path, step: int, objective: Objective, init: Path | None = None) -> list[dict[str, Any]]:
-    """Run the kept batch of ``step`` again on the newest checkpoint before it, or on ``init``; give result rows.
+def replay_weights(run_dir: Path, step: int, init: Path | None) -> Path:
+    """The newest checkpoint before ``step``, or else ``init``. Raises CheckpointError when there is neither."""
+    earlier = [path for path in complete_checkpoints(run_dir) if int(path.name) < step]
+    weights = earlier[-1] if earlier else init
+    if weights is None:
+        raise CheckpointError(f"{run_dir}: no checkpoint before step {step}; give the weights to replay on")
+    return weights
+
+
+def replay(run_dir: Path, step: int, objective: Objective, model: GlmMoeDsaForCausalLM,
+           weights_step: int) -> list[dict[str, Any]]:
+    """Run the kept batch of ``step`` again on ``model``, the weights after step ``weights_step``; give result rows.
 
     One row for the loss of each row of the batch, so that the offending one is found. Nothing is changed on disk.
-    Raises CheckpointError without a batch or without weights to run it on.
+    Raises CheckpointError without a batch.
     """
-    batch, _ = load_batch(run_dir / FOLDER / f"{step:06d}.safetensors")
-    earlier = [path for path in complete_checkpoints(run_dir) if int(path.name) < step]
-    checkpoint = earlier[-1] if earlier else init
-    if checkpoint is None:
-        raise CheckpointError(f"{run_dir}: no checkpoint before step {step}; give the weights to replay on")
-    model = load_model(checkpoint)
-    return [{"name": f"replay.{name}.row{row}", "value": value, "unit": "nats"}
-            for row in range(batch.ids_BT.shape[0]) for name, value in _losses_of_row(model, objective, batch, row)]
+    batch, _ = load_batch(run_dir, step)
+    rows = [{"name": "replay.weights_step", "value": weights_step, "unit": "steps"}]
+    return rows + [{"name": f"replay.{name}.row{row}", "value": value, "unit": "nats"}
+                   for row in range(batch.ids_BT.shape[0])
+                   for name, value in _losses_of_row(model, objective, batch, row)]
 
 
 def _losses_of_row(model: GlmMoeDsaForCausalLM, objective: Objective, batch: Batch,

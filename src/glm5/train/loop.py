@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from glm5.data.packing import Batch
+from glm5.device import synchronize
 from glm5.errors import ConfigError
 from glm5.model.moe import update_router_bias
 from glm5.model.quantize.fake import rounded
@@ -38,6 +39,7 @@ from glm5.train.config import StageConfig
 from glm5.train.guard import Verdict, judge, keep_batch, remember
 from glm5.train.losses import Objective, count_step
 from glm5.train.optimizers import GradientNorms, Optimizer
+from glm5.train.parallel.spread import Spread
 from glm5.train.schedules import lr_factor
 
 Evaluate = Callable[[GlmMoeDsaForCausalLM, int], dict[str, Any]]
@@ -67,23 +69,29 @@ class StepResult:
 
 
 def compute_gradients(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, objective: Objective, batch: Batch,
-                      micro_rows: int) -> tuple[StepResult, Tensor]:
-    """Gradients of the whole ``batch``, clipped, left in the parameters; and the load of each expert [L, E].
+                      micro_rows: int, spread: Spread | None = None) -> tuple[StepResult, Tensor]:
+    """Gradients of the whole step, clipped, left in the parameters; and the load of each expert [L, E].
 
-    ``micro_rows`` rows go through the model at a time; 0 takes all at once.
+    ``batch`` are the rows of this process; ``micro_rows`` of them go through the model at a time, 0 takes all at once.
+    ``spread`` says how ``model`` is spread over processes; None for one process.
     """
+    spread = spread or Spread(model)
+    layout = spread.layout
     optimizer.zero_grad()
     rows = batch.ids_BT.shape[0]
-    counts = count_step(batch, objective.mtp_steps)
+    counts = count_step(batch, objective.mtp_steps, layout.sum_rows)
+    compute = spread.bind(objective)
     parts: list[dict[str, Tensor]] = []
     loads: list[Tensor] = []
     for start in range(0, rows, micro_rows or rows):
-        losses = objective(model, _rows_of(batch, slice(start, start + (micro_rows or rows))), counts)
+        part = _rows_of(batch, slice(start, start + (micro_rows or rows)), layout.device)
+        losses = compute(model, part, counts)
         torch.autograd.backward(losses.total)
         parts.append(losses.parts)
         loads.append(losses.load_LE)
-    load_LE = torch.stack(loads).sum(0)
-    sums = {name: float(torch.stack([part[name] for part in parts]).sum()) for name in parts[0]}
+    load_LE = layout.sum(torch.stack(loads).sum(0))
+    totals = layout.sum(torch.stack([torch.stack([part[name] for part in parts]).sum() for name in parts[0]]))
+    sums = dict(zip(parts[0], totals.tolist(), strict=True))
     imbalance = float((load_LE.amax(1) / load_LE.mean(1).clamp_min(1e-9)).mean()) if load_LE.numel() else 0.0
     result = StepResult(losses=sums, norms=optimizer.clip_gradients(), tokens=counts.valid, expert_imbalance=imbalance)
     return result, load_LE
@@ -100,13 +108,15 @@ class Training:
     """One run of the loop: the model and optimizer it changes, its counters, its run directory."""
 
     def __init__(self, config: StageConfig, run_dir: Path, model: GlmMoeDsaForCausalLM, optimizer: Optimizer,
-                 state: TrainerState, tokenizer_dir: Path, evaluate: Evaluate | None = None) -> None:
+                 state: TrainerState, tokenizer_dir: Path, evaluate: Evaluate | None = None,
+                 spread: Spread | None = None) -> None:
+        self.spread = spread or Spread(model)
         self.config, self.run_dir, self.model, self.optimizer, self.state = config, run_dir, model, optimizer, state
         self._tokenizer_dir = tokenizer_dir
         self.data_wait_s = 0.0
         """Seconds that this start has waited for batches."""
         self._evaluate = evaluate if config.evaluation.every else None
-        self._log = RunLog(run_dir)
+        self._log = RunLog(run_dir, writes=self.spread.layout.is_first)
         self._objective = objective_of(config)
 
     def run(self, batches: Iterator[Batch]) -> Path:
@@ -114,7 +124,7 @@ class Training:
         the best one if the evaluation hook decides, else the last."""
         saved_step = self.state.step if self.state.step else -1
         tokens_before = self.state.tokens
-        with progress_bar(self.config.name, self.config.steps) as bar:
+        with progress_bar(self.config.name, self.config.steps, shown=self.spread.layout.is_first) as bar:
             while not self._is_finished():
                 started = time.perf_counter()
                 batch = next(batches)
@@ -133,9 +143,13 @@ class Training:
     def save(self) -> None:
         """Write a checkpoint of this moment and remove those that are no longer needed."""
         facts = {"stage": self.config.stage, "name": self.config.name, "parent": self.config.init}
-        tokenizer_dir = latest_checkpoint(self.run_dir) or self._tokenizer_dir  # what the run started from may be gone
-        save_checkpoint(self.run_dir, self.state, self.model, self.optimizer, tokenizer_dir, facts)
-        prune_checkpoints(self.run_dir, _KEEP_LAST, frozenset({self.state.best_step}))
+        model, optimizer_state = self.spread.whole_model(), self.optimizer.state_dict()
+        if model is not None:
+            # What the run started from may be gone.
+            tokenizer_dir = latest_checkpoint(self.run_dir) or self._tokenizer_dir
+            save_checkpoint(self.run_dir, self.state, model, optimizer_state, tokenizer_dir, facts)
+            prune_checkpoints(self.run_dir, _KEEP_LAST, frozenset({self.state.best_step}))
+        self.spread.layout.wait()
 
     def _step(self, batch: Batch, wait_s: float) -> StepResult:
         """One optimizer step on ``batch``, which took ``wait_s`` seconds to come."""
@@ -143,13 +157,16 @@ class Training:
         config, state = self.config, self.state
         factor = lr_factor(config.schedule, self._schedule_step(), config.steps)
         with rounded(self.model, config.quantization):
-            result, load_LE = compute_gradients(self.model, self.optimizer, self._objective, batch, config.micro_rows)
-        verdict = judge(config.guard, state, result.loss, (result.norms.main, result.norms.indexer))
+            result, load_LE = compute_gradients(self.model, self.optimizer, self._objective, batch, config.micro_rows,
+                                                self.spread)
+        verdict = self.spread.layout.agree(
+            judge(config.guard, state, result.loss, (result.norms.main, result.norms.indexer)))
         if verdict.applies:
             self.optimizer.step(factor)
             if config.recipe.trains_main and config.bias_rate:
                 update_router_bias(self.model, load_LE, config.bias_rate)
-        seconds = time.perf_counter() - started
+        synchronize(self.spread.layout.device)
+        seconds = self.spread.layout.agree(time.perf_counter() - started)
         self.data_wait_s += wait_s
         self.state = dataclasses.replace(
             state, step=state.step + 1, data_step=state.data_step + 1, tokens=state.tokens + result.tokens,
@@ -168,7 +185,7 @@ class Training:
 
     def _report_skipped(self, batch: Batch, result: StepResult, verdict: Verdict) -> None:
         """Keep the batch, say so, and give up when it happens too often."""
-        keep_batch(self.run_dir, self.state.step, batch, verdict.reason)
+        keep_batch(self.run_dir, self.state.step, batch, verdict.reason, self.spread.layout.suffix)
         self._log.event("step_skipped", step=self.state.step, reason=verdict.reason, grad_norm=str(result.norms.main),
                         losses={name: str(value) for name, value in result.losses.items()})
         if self.state.skipped >= self.config.guard.max_skipped:
@@ -194,7 +211,8 @@ class Training:
         assert self._evaluate is not None
         started = time.perf_counter()
         with rounded(self.model, self.config.quantization):
-            values = self._evaluate(self.model, self.state.step)
+            model = self.spread.whole_model()
+            values = self.spread.layout.agree({} if model is None else self._evaluate(model, self.state.step))
         key = self.config.evaluation.metric
         if key not in values:
             raise ConfigError(f"evaluation.metric={key!r} is not measured by the hook; choose of: {', '.join(values)}")
@@ -212,6 +230,6 @@ class Training:
         bar.advance(self.config.steps if self._is_finished() else self.state.step, tokens, note)
 
 
-def _rows_of(batch: Batch, rows: slice) -> Batch:
-    return Batch(ids_BT=batch.ids_BT[rows], positions_BT=batch.positions_BT[rows],
-                 documents_BT=batch.documents_BT[rows], loss_mask_BT=batch.loss_mask_BT[rows])
+def _rows_of(batch: Batch, rows: slice, device: torch.device) -> Batch:
+    return Batch(ids_BT=batch.ids_BT[rows].to(device), positions_BT=batch.positions_BT[rows].to(device),
+                 documents_BT=batch.documents_BT[rows].to(device), loss_mask_BT=batch.loss_mask_BT[rows].to(device))

@@ -19,7 +19,7 @@ Letters: B batch, T tokens of a row, M flattened tokens, D hidden, W vocabulary,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,10 +116,16 @@ def mtp_mask(batch: Batch, depth: int) -> Tensor:
     return same_BT & _shift(batch.loss_mask_BT, depth, fill=False)
 
 
-def count_step(batch: Batch, mtp_steps: int) -> StepCounts:
-    """Divisors of a step whose rows are all in ``batch``. A depth without labels counts 1, its sum being 0."""
-    labels = tuple(max(int(mtp_mask(batch, depth).sum()), 1) for depth in range(mtp_steps + 1))
-    return StepCounts(rows=batch.ids_BT.shape[0], valid=max(int((batch.documents_BT >= 0).sum()), 1), labels=labels)
+def count_step(batch: Batch, mtp_steps: int,
+               total: Callable[[Tensor], Tensor] = lambda counts: counts) -> StepCounts:
+    """Divisors of a step from its rows, or from those of this process, which ``total`` adds to those of the others.
+
+    A depth without labels counts 1, its sum being 0.
+    """
+    labels = [mtp_mask(batch, depth).sum() for depth in range(mtp_steps + 1)]
+    here = torch.stack([torch.tensor(batch.ids_BT.shape[0]), (batch.documents_BT >= 0).sum(), *labels])
+    rows, valid, *labels = total(here).clamp_min(1).tolist()
+    return StepCounts(rows=rows, valid=valid, labels=tuple(labels))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +169,7 @@ class Objective:
         if mtp_outputs:
             loads.append(torch.stack([step.expert_load_E for step in mtp_outputs]).sum(0, keepdim=True))
         if self.indexer:
-            share = int((batch.documents_BT >= 0).sum()) / counts.valid
+            share = int((model.part.local(batch.documents_BT) >= 0).sum()) / counts.valid
             parts["indexer_kl"] = output.indexer_kl * share
             mtp_losses = [step.indexer_kl for step in mtp_outputs if step.indexer_kl is not None]
             if mtp_losses:
@@ -185,14 +191,14 @@ def evaluate_lm(model: GlmMoeDsaForCausalLM, batches: Iterable[Batch], attention
     for batch in batches:
         output = model.hidden(batch.ids_BT, batch.positions_BT, batch.documents_BT, attention=attention)
         nats += float(_head_loss(model, output.hidden_BTD, batch, 0))
-        tokens += int(batch.loss_mask_BT.sum())
+        tokens += int(model.part.local(batch.loss_mask_BT).sum())
     return LmEvaluation(nats=nats, tokens=tokens)
 
 
 def _head_loss(model: GlmMoeDsaForCausalLM, hidden_BTD: Tensor, batch: Batch, depth: int) -> Tensor:
-    labels_BT = _shift(batch.ids_BT, depth + 1, fill=0)
+    labels_BT = model.part.local(_shift(batch.ids_BT, depth + 1, fill=0))
     return chunked_cross_entropy(hidden_BTD.flatten(0, 1), model.lm_head.weight, labels_BT.flatten(),
-                                 mtp_mask(batch, depth).flatten())
+                                 model.part.local(mtp_mask(batch, depth)).flatten())
 
 
 def _shift(x_BT: Tensor, by: int, fill: int | bool) -> Tensor:

@@ -141,17 +141,16 @@ class _Muon:
 
 
 class Optimizer:
-    """Muon and AdamW over the trainable parameters of one model, behind one step."""
+    """Muon and AdamW over named parameters, behind one step. Matrices are whole, or stacks of whole ones."""
 
-    def __init__(self, model: GlmMoeDsaForCausalLM, config: OptimizerConfig) -> None:
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        roles = {name: _role(name, parameter, config) for name, parameter in trained.items()}
+    def __init__(self, trained: Mapping[str, nn.Parameter], model_config: ModelConfig, config: OptimizerConfig) -> None:
+        roles = {name: parameter_role(name, parameter, config) for name, parameter in trained.items()}
         by_role = {role: {name: trained[name] for name in trained if roles[name] == role}
                    for role in ("matrix", "table", "vector", "indexer")}
         self._clip_norm = config.clip_norm
         self._indexers = list(by_role["indexer"].values())
         self._main = [parameter for name, parameter in trained.items() if roles[name] != "indexer"]
-        self._muon = _Muon(by_role["matrix"], model.config, config)
+        self._muon = _Muon(by_role["matrix"], model_config, config)
         self._adamw_names = [name for name in trained if roles[name] != "matrix"]
         self._adamw_parameters = [trained[name] for name in self._adamw_names]
         groups = [_adamw_group(by_role["table"], config.lr, config.weight_decay),
@@ -189,6 +188,9 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors that continue the run exactly, named after the parameters; ready for safetensors."""
+        return self._state()
+
+    def _state(self) -> dict[str, Tensor]:
         state = self._muon.state_dict()
         for name, values in self._adamw_states():
             state |= {f"adamw.{key}.{name}": tensor.detach().clone() for key, tensor in values.items()}
@@ -196,12 +198,9 @@ class Optimizer:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Inverse of ``state_dict``. Raises CheckpointError when names or shapes differ from this optimizer's."""
-        expected = {name: tensor.shape for name, tensor in self.state_dict().items()}
+        expected = {name: tensor.shape for name, tensor in self._state().items()}
         found = {name: tensor.shape for name, tensor in state.items()}
-        if expected != found:
-            wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-            raise CheckpointError(f"optimizer state does not fit: {len(wrong)} tensors missing, extra or misshapen, "
-                                  f"first {wrong[0]!r}; resume with the model and optimizer that wrote it")
+        require_same_state(expected, found)
         self._muon.load_state_dict(state)
         with torch.no_grad():
             for name, values in self._adamw_states():
@@ -217,10 +216,20 @@ class Optimizer:
 
 def build_optimizer(model: GlmMoeDsaForCausalLM, config: OptimizerConfig) -> Optimizer:
     """Optimizer over the parameters of ``model`` that require a gradient now."""
-    return Optimizer(model, config)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return Optimizer(trained, model.config, config)
 
 
-def _role(name: str, parameter: Tensor, config: OptimizerConfig) -> str:
+def require_same_state(expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:
+    """Raise CheckpointError unless the shapes of a saved state are the expected ones."""
+    if expected != found:
+        wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise CheckpointError(f"optimizer state does not fit: {len(wrong)} tensors missing, extra or misshapen, "
+                              f"first {wrong[0]!r}; resume with the model and optimizer that wrote it")
+
+
+def parameter_role(name: str, parameter: Tensor, config: OptimizerConfig) -> str:
+    """``matrix`` (Muon), ``table``, ``vector`` or ``indexer`` (groups of AdamW)."""
     if ".indexer." in name:
         return "indexer"
     if parameter.ndim < 2:

@@ -8,7 +8,6 @@ reaches 1 at the last warm-up step, so that no step has rate 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from glm5.train.config import ScheduleConfig, StageConfig
 
@@ -36,18 +35,3 @@ def rows_of_step(config: StageConfig, step: int) -> int:
         return config.batch_rows
     unit = config.micro_rows or 1
     return ramp.first_rows + (config.batch_rows - ramp.first_rows) * step // ramp.steps // unit * unit
-
-
-def row_ranges(config: StageConfig, start_step: int = 0, part: int = 0, parts: int = 1) -> Iterator[range]:
-    """Numbers of the rows of each step from ``start_step`` on, without end; of them the share ``part`` of ``parts``.
-
-    A pure function of the configuration and the step, so that a run resumed within the ramp goes on with the same rows,
-    whatever the number of processes is.
-    """
-    first = sum(rows_of_step(config, step) for step in range(min(start_step, config.batch_ramp.steps)))
-    first += max(start_step - config.batch_ramp.steps, 0) * config.batch_rows
-    step = start_step
-    while True:
-        rows = rows_of_step(config, step)
-        yield range(first + rows * part // parts, first + rows * (part + 1) // parts)
-        first, step = first + rows, step + 1

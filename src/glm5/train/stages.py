@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,10 +27,11 @@ from glm5.data.conversations import ConversationDataset, read_conversations, ren
 from glm5.data.loader import Loader, build_shards
 from glm5.data.long_context import RecallSource
 from glm5.data.mixture import Mixture
-from glm5.data.packing import Batch, RowSource, batches
+from glm5.data.packing import Batch, RowSource, batches, row_ranges
 from glm5.data.prepare import Preparation, PreparedData, prepare
 from glm5.data.preview import show_row, summary_rows, view_row
 from glm5.data.shards import Shard
+from glm5.device import peak_memory_bytes
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import preset
@@ -41,15 +44,17 @@ from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 from glm5.tokenizer.fit import require_same_tokenizer
 from glm5.train.checkpoint import TrainerState, final_checkpoint, latest_checkpoint, load_trainer_state, mark_final
 from glm5.train.config import DataConfig, StageConfig
-from glm5.train.guard import replay
+from glm5.train.guard import replay, replay_weights
 from glm5.train.loop import Evaluate, Training, objective_of
-from glm5.train.losses import evaluate_lm
-from glm5.train.optimizers import build_optimizer
-from glm5.train.schedules import row_ranges
+from glm5.train.parallel.layout import Layout, connect
+from glm5.train.parallel.spread import Spread
+from glm5.train.schedules import rows_of_step
 from glm5.train.scoring import load_scorer
 
 _SPLIT_SEED = 0
 _HELD_OUT_BATCH_ROWS = 8
+_HOW_NOT_WHAT = {"workers", "ahead"}
+"""Keys of the data that change how rows are made, not which."""
 
 
 def run_stage(config: StageConfig, run_dir: Path, evaluate: Evaluate | None = None) -> Path:
@@ -63,46 +68,70 @@ def run_stage(config: StageConfig, run_dir: Path, evaluate: Evaluate | None = No
     if finished is not None:
         _require_same_config(config, run_dir)
         return finished
-    with lock_directory(run_dir):
-        return _train(config, run_dir, evaluate)
+    with connect(config.parallel, config.device) as layout:
+        with lock_directory(run_dir) if layout.is_first else nullcontext():
+            return _train(config, run_dir, layout, evaluate)
 
 
-def _train(config: StageConfig, run_dir: Path, evaluate: Evaluate | None) -> Path:
+def _train(config: StageConfig, run_dir: Path, layout: Layout, evaluate: Evaluate | None) -> Path:
     latest = latest_checkpoint(run_dir)
+    if latest:
+        _require_same_data(config, run_dir)
     start = latest or resolve_init(config.init, run_dir)
     if start and config.tokenizer:
         require_same_tokenizer(start, Path(config.tokenizer))
     tokenizer_dir = start or Path(config.tokenizer)
     tokenizer = load_tokenizer(tokenizer_dir)
-    model = load_model(start, config_overrides=config.model) if start else fresh_model(config, tokenizer)
+    model = _start_model(config, start, tokenizer)
+    layout.check(config, model.config)
     cache_dir = run_dir.parent / "token-cache"
-    train_rows = training_rows(config, tokenizer, cache_dir)
-    held_out = held_out_batches(config.data, config.length, tokenizer, cache_dir)
-    log = RunLog(run_dir)
+    with layout.first_alone():  # the others find what it prepares
+        train_rows = training_rows(config, tokenizer, cache_dir)
+        held_out = held_out_batches(config.data, config.length, tokenizer, cache_dir)
+    log = RunLog(run_dir, writes=layout.is_first)
     log.write_config(config)
 
     model.config = trained_for(model.config, config.quantization)
     # The workers start and tokenise while the model is made and scored.
-    with Loader(train_rows, config.length, config.seed, config.data.workers, config.data.ahead,
-                untokenised_shards(config, tokenizer, cache_dir)) as loader:
+    shards = untokenised_shards(config, tokenizer, cache_dir) if layout.is_first else ()
+    with Loader(train_rows, config.length, config.seed, config.data.workers, config.data.ahead, shards) as loader:
         freeze(model, config)
-        optimizer = build_optimizer(model, config.optimizer)
+        parameters = _count(model)
+        spread = Spread(model, layout, config.parallel)
+        optimizer = spread.optimizer(config.optimizer)
         state = load_trainer_state(latest, optimizer) if latest else TrainerState()
-        log.event("stage_started", step=state.step, init=str(start or "random"), parameters=_count(model))
+        log.event("stage_started", step=state.step, init=str(start or "random"), parameters=parameters,
+                  processes=layout.size)
         if state.step == 0:
-            report_held_out(log, "initial", model, config, held_out, tokenizer)
-        training = Training(config, run_dir, model, optimizer, state, tokenizer_dir, evaluate)
-        final = training.run(loader.batches(row_ranges(config, state.data_step)))
-    report_held_out(log, "final", model, config, held_out, tokenizer)
+            report_held_out(log, "initial", spread, config, held_out, tokenizer)
+        training = Training(config, run_dir, model, optimizer, state, tokenizer_dir, evaluate, spread)
+        final = training.run(loader.batches(row_ranges(partial(rows_of_step, config), state.data_step, layout.row_part,
+                                                    layout.row_parts)))
+    report_held_out(log, "final", spread, config, held_out, tokenizer)
     log.event("stage_finished", step=training.state.step, tokens=training.state.tokens, checkpoint=final.name,
-              train_s=training.state.elapsed_s, skipped=training.state.skipped, data_wait_s=training.data_wait_s)
-    mark_final(run_dir, final)
+              train_s=training.state.elapsed_s, skipped=training.state.skipped, data_wait_s=training.data_wait_s,
+              peak_memory_bytes=peak_memory_bytes(layout.device))
+    if layout.is_first:
+        mark_final(run_dir, final)
+    layout.wait()
     return final
 
 
 def replay_step(config: StageConfig, run_dir: Path, step: int) -> list[dict[str, Any]]:
     """Run the batch of a step that the guard refused again, row by row; give result rows. Raises CheckpointError."""
-    return replay(run_dir, step, objective_of(config), resolve_init(config.init, run_dir))
+    init = resolve_init(config.init, run_dir)
+    weights = replay_weights(run_dir, step, init)
+    model = load_model(weights, dtype=torch.float32, config_overrides=config.model if weights == init else None)
+    with rounded(model, config.quantization):
+        return replay(run_dir, step, objective_of(config), model, int(weights.name) if weights != init else 0)
+
+
+def _start_model(config: StageConfig, start: Path | None, tokenizer: Tokenizer) -> GlmMoeDsaForCausalLM:
+    """The weights to begin or go on with, in fp32 whatever the checkpoint stores: a step of 1e-5 is below the
+    resolution of bf16."""
+    if start is None:
+        return fresh_model(config, tokenizer)
+    return load_model(start, dtype=torch.float32, config_overrides=config.model)
 
 
 def resolve_init(init: str, run_dir: Path) -> Path | None:
@@ -193,7 +222,7 @@ def inspect_stage(config: StageConfig, tokenizer: Tokenizer, run_dir: Path, step
     source = training_rows(config, tokenizer, run_dir.parent / "token-cache")
     rows, shown = [], []
     for step in steps:
-        for index, number in enumerate(next(row_ranges(config, step))):
+        for index, number in enumerate(next(row_ranges(partial(rows_of_step, config), step))):
             row = source.row(number, config.length, config.seed)
             views = view_row(row, tokenizer)
             print(*show_row(row, views, f"step {step} row {index}"), sep="\n", file=out)
@@ -212,7 +241,7 @@ def held_out_batches(data: DataConfig, length: int, tokenizer: Tokenizer, cache_
     return [next(stream) for _ in range(-(-rows // _HELD_OUT_BATCH_ROWS))]
 
 
-def report_held_out(log: RunLog, when: str, model: GlmMoeDsaForCausalLM, config: StageConfig, held_out: list[Batch],
+def report_held_out(log: RunLog, when: str, spread: Spread, config: StageConfig, held_out: list[Batch],
                     tokenizer: Tokenizer) -> None:
     """Score ``held_out`` with dense attention, and with sparse where the stage has trained for it, as events."""
     if not held_out:
@@ -220,8 +249,8 @@ def report_held_out(log: RunLog, when: str, model: GlmMoeDsaForCausalLM, config:
     text_bytes = sum(_label_bytes(batch, tokenizer) for batch in held_out)
     for attention in ("dense", "sparse") if config.recipe.trains_indexer else ("dense",):
         started = time.perf_counter()
-        with rounded(model, config.quantization):
-            result = evaluate_lm(model, held_out, attention)
+        with rounded(spread.model, config.quantization):
+            result = spread.evaluate(held_out, attention)
         log.event("held_out", when=when, attention=attention, nats_per_token=result.nats_per_token,
                   bits_per_byte=result.bits_per_byte(text_bytes / max(result.tokens, 1)), tokens=result.tokens,
                   bytes=text_bytes, seconds=time.perf_counter() - started)
@@ -234,16 +263,33 @@ def _label_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
 
 
 def _require_same_config(config: StageConfig, run_dir: Path) -> None:
-    """A finished run of other settings is not what was asked for."""
+    """A finished run of other settings is not what was asked for; where it ran changes nothing in it."""
     try:
         before: dict[str, Any] = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
     now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    keys = (before.keys() & now.keys()) - {"parallel", "device"}  # a key that did not exist then had its default
+    changed = sorted(key for key in keys if before[key] != now[key])
     if changed:
         raise ConfigError(f"{run_dir}: holds a finished run with another value of {changed[0]}; choose another run "
                           "directory or remove this one")
+
+
+def _require_same_data(config: StageConfig, run_dir: Path) -> None:
+    """An unfinished run goes on with the rows that follow: what decides their order must not have changed."""
+    try:
+        before: dict[str, Any] = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    for old, new, where, keys in ((before, now, "", ("stage", "length", "seed", "batch_rows", "batch_ramp")),
+                                  (before.get("data", {}), now["data"], "data.", now["data"].keys() - _HOW_NOT_WHAT)):
+        changed = sorted(key for key in keys if key in old and old[key] != new[key])
+        if changed:
+            key = changed[0]
+            raise ConfigError(f"{run_dir}: holds an unfinished run with {where}{key}={old[key]!r}, now {new[key]!r}, "
+                              "which would skip or repeat rows; set it back or choose another run directory")
 
 
 def _count(model: nn.Module) -> dict[str, int]:

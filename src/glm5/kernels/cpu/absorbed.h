@@ -13,6 +13,26 @@ constexpr int64_t BLOCK = 64;   // keys per softmax step
 constexpr int64_t PART = 1024;  // keys per partial result
 constexpr int VALUE_HEADS = 4;  // heads of one register tile of the weighted sum
 
+// The keys of a query in a paged cache: position s of its slot is row blocks[s / block] * block + s % block.
+struct Keys {
+    const int32_t* blocks;     // of the slot
+    int64_t block;             // positions of a block
+    const int32_t* positions;  // ascending; null: 0, 1, ...
+
+    // Rows of keys begin .. end of the list.
+    void rows(int64_t begin, int64_t end, int32_t* out) const {
+        int64_t stop = 0, shift = 0;
+        for (int64_t i = begin; i < end; i++) {
+            int64_t s = positions ? positions[i] : i;
+            if (s >= stop) {
+                int64_t number = (uint32_t)s / (uint32_t)block;
+                stop = (number + 1) * block, shift = (blocks[number] - number) * block;
+            }
+            out[i - begin] = (int32_t)(s + shift);
+        }
+    }
+};
+
 struct AttentionShape {
     int64_t heads, dim, latent;
     int64_t padded() const { return round_up(heads); }
@@ -134,12 +154,11 @@ template <class T> class Entries {
         memset(copies_, 0, sizeof(float) * BLOCK * stride_);
     }
 
-    // Entries first .. first + n of `cache`, through `positions` unless that is null; loads the next ones below `end`.
+    // Entries positions[first .. first + n) of `cache`; starts to load the next BLOCK of the `end` positions.
     void fetch(const T* cache, const int32_t* positions, int64_t first, int64_t n, int64_t end) {
-        auto entry = [&](int64_t i) { return cache + (positions ? (int64_t)positions[i] : i) * dim_; };
         for (int64_t i = 0; i < n; i++) {
-            if (positions && first + BLOCK + i < end) preload(entry(first + BLOCK + i));
-            const T* source = entry(first + i);
+            if (first + BLOCK + i < end) preload(cache + positions[first + BLOCK + i] * dim_);
+            const T* source = cache + positions[first + i] * dim_;
             if constexpr (sizeof(T) == sizeof(float)) {
                 if (dim_ % LANES == 0) {
                     rows[i] = source;
@@ -171,41 +190,44 @@ template <class T> class AbsorbedAttention {
    public:
     static int64_t need(const AttentionShape& s) {
         return Scratch::need(s.padded() * s.dim) + Entries<T>::need(s.dim) + Scratch::need(BLOCK * s.padded()) +
-               2 * Partial::need(s);
+               2 * Partial::need(s) + Scratch::need(PART);
     }
     AbsorbedAttention(Scratch& scratch, const AttentionShape& shape)
         : shape_(shape), q_(scratch.take<float>(shape.padded() * shape.dim)), entries_(scratch, shape.dim),
-          weights_(scratch.take<float>(BLOCK * shape.padded())), whole_(scratch, shape), part_(scratch, shape) {}
+          weights_(scratch.take<float>(BLOCK * shape.padded())), whole_(scratch, shape), part_(scratch, shape),
+          rows_(scratch.take<int32_t>(PART)) {}
 
     void set_query(const float* q, float scale) { turn_heads(q, shape_.heads, shape_.dim, shape_.padded(), scale, q_); }
 
-    // Starts loading the first entries that a later call reads.
-    void prefetch(const T* cache, const int32_t* positions, int64_t n) const {
-        for (int64_t i = 0; i < at_most(BLOCK, n); i++) entries_.preload(cache + (positions ? (int64_t)positions[i] : i) * shape_.dim);
+    // Starts loading the first of n entries that a later call reads.
+    void prefetch(const T* cache, const Keys& keys, int64_t n) {
+        keys.rows(0, at_most(BLOCK, n), rows_);
+        for (int64_t i = 0; i < at_most(BLOCK, n); i++) entries_.preload(cache + rows_[i] * shape_.dim);
     }
 
     // Keys begin .. end (at most PART, at least one) into `out`.
-    void run_part(const T* cache, const int32_t* positions, int64_t begin, int64_t end, Partial& out) {
-        for (int64_t start = begin; start < end; start += BLOCK) {
-            int64_t n = at_most(BLOCK, end - start);
-            entries_.fetch(cache, positions, start, n, end);
+    void run_part(const T* cache, const Keys& keys, int64_t begin, int64_t end, Partial& out) {
+        keys.rows(begin, end, rows_);
+        for (int64_t start = 0; start < end - begin; start += BLOCK) {
+            int64_t n = at_most(BLOCK, end - begin - start);
+            entries_.fetch(cache, rows_, start, n, end - begin);
             block_logits(q_, shape_.padded(), entries_.rows, n, shape_.dim, weights_);
-            for (int64_t h = 0; h < shape_.padded(); h += LANES) soften(h, n, start == begin, out);
+            for (int64_t h = 0; h < shape_.padded(); h += LANES) soften(h, n, start == 0, out);
             block_values(weights_, shape_.padded(), shape_.heads, entries_.rows, n, out.sums, shape_.width());
         }
     }
 
     // All n keys of the query that was set -> out [heads, latent]; log_sums [heads] unless null.
-    void run(const T* cache, const int32_t* positions, int64_t n, float* out, float* log_sums = nullptr) {
+    void run(const T* cache, const Keys& keys, int64_t n, float* out, float* log_sums) {
         for (int64_t begin = 0; begin < n; begin += PART) {
             Partial& target = begin ? part_ : whole_;
-            run_part(cache, positions, begin, at_most(n, begin + PART), target);
+            run_part(cache, keys, begin, at_most(n, begin + PART), target);
             if (begin) whole_.add(shape_, part_);
         }
         finish(shape_, n, whole_, out, log_sums);
     }
 
-    static void finish(const AttentionShape& s, int64_t n, const Partial& whole, float* out, float* log_sums = nullptr) {
+    static void finish(const AttentionShape& s, int64_t n, const Partial& whole, float* out, float* log_sums) {
         for (int64_t h = 0; h < s.heads; h++) {
             float inverse = n ? 1.0f / whole.totals[h] : 0.0f;
             for (int64_t c = 0; c < s.latent; c++) out[h * s.latent + c] = n ? whole.sums[h * s.width() + c] * inverse : 0.0f;
@@ -240,6 +262,7 @@ template <class T> class AbsorbedAttention {
     Entries<T> entries_;
     float* weights_;
     Partial whole_, part_;
+    int32_t* rows_;
 };
 
 }  // namespace

@@ -46,53 +46,55 @@ def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD
 
 
 def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M: Tensor, lengths_M: Tensor,
-                  index_topk: int, starts_M: Tensor | None) -> Tensor | None:
+                  index_topk: int, table_UZ: Tensor | None = None) -> Tensor | None:
     """``reference.ragged_select``: queries fp32, keys fp32 or bf16, contiguous."""
-    if index_topk <= 0 or (starts_M is None and (not lengths_M.numel() or int(lengths_M.max()) <= index_topk)):
+    if index_topk <= 0 or not lengths_M.numel() or int(lengths_M.max()) <= index_topk:
         return None
-    starts_M = None if starts_M is None else starts_M.long().contiguous()
     slots_M, lengths_M = slots_M.long().contiguous(), lengths_M.long().contiguous()
     iq_MJX, iw_MJ = iq_MJX.float().contiguous(), iw_MJ.float().contiguous()
+    table_UZ = _table(table_UZ, index_keys_PSX)
     positions_MK = torch.empty((slots_M.numel(), index_topk), dtype=torch.int32)
     outside = native()["ragged_select"](
         index_keys_PSX.dtype == torch.bfloat16, iq_MJX.data_ptr(), iw_MJ.data_ptr(), iq_MJX.shape[1],
-        index_keys_PSX.data_ptr(), *index_keys_PSX.shape, slots_M.data_ptr(),
-        None if starts_M is None else starts_M.data_ptr(), lengths_M.data_ptr(), slots_M.numel(), index_topk,
-        positions_MK.data_ptr(), torch.get_num_threads())
-    _check(outside, slots_M, lengths_M, index_keys_PSX)
+        index_keys_PSX.data_ptr(), *index_keys_PSX.shape, table_UZ.data_ptr(), *table_UZ.shape, slots_M.data_ptr(),
+        None, lengths_M.data_ptr(), slots_M.numel(), index_topk, positions_MK.data_ptr(), torch.get_num_threads())
+    _check(outside, slots_M, lengths_M, index_keys_PSX, table_UZ)
     return positions_MK
 
 
 def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths_M: Tensor, positions_MK: Tensor | None,
-                     scale: float, kv_lora_rank: int) -> Tensor:
+                     scale: float, kv_lora_rank: int, table_UZ: Tensor | None = None) -> Tensor:
     """``reference.ragged_attention``: cache fp32 or bf16, contiguous."""
     slots_M, lengths_M, q = slots_M.long().contiguous(), lengths_M.long().contiguous(), q_MHK.float().contiguous()
     out_MHC = torch.empty(q.shape[0], q.shape[1], kv_lora_rank)
+    table_UZ = _table(table_UZ, latent_PSK)
     positions = None if positions_MK is None else positions_MK.to(torch.int32).contiguous()
     outside = native()["ragged_attention"](
         latent_PSK.dtype == torch.bfloat16, q.data_ptr(), q.shape[1], latent_PSK.data_ptr(), *latent_PSK.shape,
-        kv_lora_rank, slots_M.data_ptr(), None, lengths_M.data_ptr(), q.shape[0],
+        kv_lora_rank, table_UZ.data_ptr(), *table_UZ.shape, slots_M.data_ptr(), lengths_M.data_ptr(), q.shape[0],
         None if positions is None else positions.data_ptr(), 0 if positions is None else positions.shape[1], scale,
         out_MHC.data_ptr(), None, torch.get_num_threads())
-    _check(outside, slots_M, lengths_M, latent_PSK)
+    _check(outside, slots_M, lengths_M, latent_PSK, table_UZ)
     return out_MHC.to(q_MHK.dtype)
 
 
 def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor, index_keys_PSX: Tensor,
-               slots_M: Tensor, lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int) -> Tensor:
+               slots_M: Tensor, lengths_M: Tensor, index_topk: int, scale: float, kv_lora_rank: int,
+               table_UZ: Tensor | None = None) -> Tensor:
     """``reference.ragged_dsa`` without the intermediate positions; both caches of one type."""
     if index_topk <= 0:
-        return ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, None, scale, kv_lora_rank)
+        return ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, None, scale, kv_lora_rank, table_UZ)
     assert latent_PSK.shape[:2] == index_keys_PSX.shape[:2], "latents and index keys of one cache"
     slots_M, lengths_M, q = slots_M.long().contiguous(), lengths_M.long().contiguous(), q_MHK.float().contiguous()
     iq_MJX, iw_MJ = iq_MJX.float().contiguous(), iw_MJ.float().contiguous()
+    table_UZ = _table(table_UZ, latent_PSK)
     out_MHC = torch.empty(q.shape[0], q.shape[1], kv_lora_rank)
     outside = native()["ragged_dsa"](
         latent_PSK.dtype == torch.bfloat16, q.data_ptr(), q.shape[1], iq_MJX.data_ptr(), iw_MJ.data_ptr(),
         iq_MJX.shape[1], latent_PSK.data_ptr(), *latent_PSK.shape, kv_lora_rank, index_keys_PSX.data_ptr(),
-        index_keys_PSX.shape[2], slots_M.data_ptr(), lengths_M.data_ptr(), q.shape[0], index_topk, scale,
-        out_MHC.data_ptr(), torch.get_num_threads())
-    _check(outside, slots_M, lengths_M, latent_PSK)
+        index_keys_PSX.shape[2], table_UZ.data_ptr(), *table_UZ.shape, slots_M.data_ptr(), lengths_M.data_ptr(),
+        q.shape[0], index_topk, scale, out_MHC.data_ptr(), torch.get_num_threads())
+    _check(outside, slots_M, lengths_M, latent_PSK, table_UZ)
     return out_MHC.to(q_MHK.dtype)
 
 
@@ -135,9 +137,16 @@ def raise_bad_expert(ids_MA: Tensor, count: int) -> None:
                       "check the router")
 
 
-def _check(outside: int, slots_M: Tensor, lengths_M: Tensor, cache: Tensor) -> None:
+def _table(table_UZ: Tensor | None, cache: Tensor) -> Tensor:
+    """``table_UZ`` as int32; without one slot p is block p."""
+    if table_UZ is None:
+        return torch.arange(cache.shape[0], dtype=torch.int32).unsqueeze(1)
+    return table_UZ.to(torch.int32).contiguous()
+
+
+def _check(outside: int, slots_M: Tensor, lengths_M: Tensor, cache: Tensor, table_UZ: Tensor) -> None:
     if outside:
         query = outside - 1
         raise KernelError(f"ragged attention: query {query} reads {int(lengths_M[query])} entries of slot "
-                          f"{int(slots_M[query])}; the cache has {cache.shape[0]} slots of {cache.shape[1]} entries; "
-                          "check the scheduler")
+                          f"{int(slots_M[query])}; the cache has {table_UZ.shape[0]} slots of {table_UZ.shape[1]} blocks "
+                          f"of {cache.shape[1]} entries, {cache.shape[0]} blocks in all; check the scheduler")

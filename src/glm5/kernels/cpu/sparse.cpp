@@ -6,7 +6,7 @@
 // to the keys, ranges of keys in parallel, each key in the order of the queries. So no sum depends on the threads.
 
 #include "absorbed.h"
-#include "scores.h"
+#include "index.h"
 
 namespace {
 
@@ -244,21 +244,18 @@ GLM5_EXPORT(sparse_scores)(const float* q, const float* k, const float* w, const
                            float* scores, int threads) {
     Problem p{batches, queries, keys, heads, dim, width, positions};
     parallel(p.rows(), 16, threads, [&](int64_t begin, int64_t end) {
-        Scratch scratch(Scratch::need(dim * PANEL) + Scratch::need(heads * dim));
-        float *panel = scratch.take<float>(dim * PANEL), *scaled = scratch.take<float>(heads * dim);
+        Scratch scratch(IndexQuery::need(heads, dim));
+        IndexQuery query(scratch, heads, dim);
         for (int64_t m = begin; m < end; m++) {
             int64_t n = p.count(m);
             float* out = scores + m * width;
             memset(out, 0, sizeof(float) * width);
-            for (int64_t i = 0; i < heads * dim; i++) scaled[i] = q[m * heads * dim + i] * scale;
-            for (int64_t first = 0; first < n; first += PANEL) {
-                const float* rows[PANEL];
-                for (int64_t i = 0; i < PANEL; i++)
-                    rows[i] = k + (m / queries * keys + p.row(m)[at_most(first + i, n - 1)]) * dim;
-                pack_panel(rows, dim, panel);
-                vf lanes[PANEL_VECTORS];
-                score_panel(scaled, w + m * heads, heads, dim, panel, Ahead{(const char*)panel, 0}, lanes);
-                memcpy(out + first, lanes, sizeof(float) * at_most(PANEL, n - first));
+            query.set(q + m * heads * dim, w + m * heads, scale);
+            for (int64_t i = 0; i < n; i += LANES) {
+                const float* rows[LANES];
+                for (int j = 0; j < LANES; j++) rows[j] = k + (m / queries * keys + p.row(m)[at_most(i + j, n - 1)]) * dim;
+                vf values = index_scores_block(query, rows);
+                memcpy(out + i, &values, sizeof(float) * at_most(LANES, n - i));
             }
         }
     });

@@ -270,32 +270,28 @@ def sparse_attention(
     return _SparseAttention.apply(q_BTHK, latent_BSK, positions_BTK, scale, kv_lora_rank)
 
 
-def ragged_attention(
-    q_MHK: Tensor,
-    latent_PSK: Tensor,
-    slots_M: Tensor,
-    lengths_M: Tensor,
-    positions_MK: Tensor | None,
-    scale: float,
-    kv_lora_rank: int,
-) -> Tensor:
+def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths_M: Tensor, positions_MK: Tensor | None,
+                     scale: float, kv_lora_rank: int, table_UZ: Tensor | None = None) -> Tensor:
     """See ``reference.ragged_attention``."""
     if positions_MK is None:
         longest = int(lengths_M.max()) if lengths_M.numel() else 0
         positions_MK = torch.arange(longest, device=q_MHK.device).expand(slots_M.numel(), -1)
         positions_MK = positions_MK.masked_fill(positions_MK >= lengths_M[:, None], -1)
-    lists_MK = positions_MK.to(torch.int32).contiguous()
+    size = latent_PSK.shape[1]
+    numbers_MK = positions_MK.long().clamp_min(0) // size
+    rows_MK = block_table(latent_PSK, table_UZ)[slots_M.long()].gather(1, numbers_MK) * size + positions_MK % size
+    lists_MK = rows_MK.where(positions_MK >= 0, -1).to(torch.int32).contiguous()
     entries_SK = latent_PSK.flatten(0, 1).to(q_MHK.dtype)
     with torch.no_grad():
-        return _attend(
-            q_MHK.contiguous(),
-            entries_SK,
-            slots_M.long() * latent_PSK.shape[1],
-            lists_MK,
-            list_counts(lists_MK),
-            scale,
-            kv_lora_rank,
-        )[0]
+        return _attend(q_MHK.contiguous(), entries_SK, torch.zeros_like(slots_M).long(), lists_MK, list_counts(lists_MK),
+                       scale, kv_lora_rank)[0]
+
+
+def block_table(cache: Tensor, table_UZ: Tensor | None) -> Tensor:
+    """``table_UZ`` as contiguous int32; without one slot p is block p."""
+    if table_UZ is None:
+        return torch.arange(cache.shape[0], dtype=torch.int32, device=cache.device).unsqueeze(1)
+    return table_UZ.to(torch.int32).contiguous()
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from glm5.kernels.triton.attention import gather_keys, list_counts
+from glm5.kernels.triton.attention import block_table, gather_keys, list_counts
 
 _SCORE_BYTES = 1 << 26
 _KEYS = 64
@@ -25,23 +25,27 @@ def _scores(
     q,
     k,
     w,
-    base,
+    slots,
+    table,
     starts,
     lengths,
     out,
     scale,
     heads,
     width,
+    blocks,
+    block,
     X: tl.constexpr,
     PX: tl.constexpr,
     H: tl.constexpr,
     N: tl.constexpr,
 ):
-    """out[m, s] for N keys of one query; -inf outside [starts[m], lengths[m])."""
+    """out[m, s] for N keys of one query; -inf outside [starts[m], lengths[m]). table [slots, blocks]: see ``reference``."""
     m, s = tl.program_id(0).to(tl.int64), tl.program_id(1) * N + tl.arange(0, N)
     d = tl.arange(0, PX)
     visible = (s >= tl.load(starts + m)) & (s < tl.load(lengths + m))
-    entry = tl.load(base + m) + s
+    number = tl.load(table + tl.load(slots + m) * blocks + s // block, mask=visible, other=0).to(tl.int64)
+    entry = number * block + s % block
     keys = tl.load(k + entry[:, None] * X + d[None, :], mask=visible[:, None] & (d < X)[None, :], other=0.0).to(
         tl.float32
     )
@@ -99,27 +103,36 @@ def _order_keys(scores, s, start, length):
     return tl.where(visible, (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64), -2147483649)
 
 
-def ragged_select(
-    iq_MJX: Tensor,
-    iw_MJ: Tensor,
-    index_keys_PSX: Tensor,
-    slots_M: Tensor,
-    lengths_M: Tensor,
-    index_topk: int,
-    starts_M: Tensor | None = None,
-) -> Tensor | None:
+def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M: Tensor, lengths_M: Tensor,
+                  index_topk: int, table_UZ: Tensor | None = None) -> Tensor | None:
     """See ``reference.ragged_select``."""
-    longest = int(lengths_M.max()) if lengths_M.numel() else 0
-    if index_topk <= 0 or (starts_M is None and longest <= index_topk):
+    if index_topk <= 0 or not lengths_M.numel() or int(lengths_M.max()) <= index_topk:
         return None
-    positions_MK = torch.full((slots_M.numel(), index_topk), -1, dtype=torch.int32, device=iq_MJX.device)
-    starts_M = torch.zeros_like(lengths_M) if starts_M is None else starts_M
+    bounds = torch.zeros_like(lengths_M), lengths_M
+    return _selection(iq_MJX, index_keys_PSX, iw_MJ, slots_M, *bounds, index_topk, 1.0, block_table(index_keys_PSX, table_UZ))
+
+
+def select_positions(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, first_BT: Tensor, last_BT: Tensor,
+                     k: int) -> Tensor:
+    """See ``reference.select_positions`` with 0 < k. Every row of the batch is a slot of one block."""
+    batches, queries = q_BTJX.shape[:2]
+    slots_M = torch.arange(batches, device=q_BTJX.device).repeat_interleave(queries)
+    bounds = (bound.expand(batches, queries).flatten() for bound in (first_BT, last_BT))
+    with torch.no_grad():
+        return _selection(q_BTJX.flatten(0, 1), k_BSX, w_BTJ.flatten(0, 1), slots_M, *bounds, k, scale,
+                          block_table(k_BSX, None)).view(batches, queries, k)
+
+
+def _selection(q_MJX: Tensor, keys_PSX: Tensor, w_MJ: Tensor, slots_M: Tensor, starts_M: Tensor, lengths_M: Tensor,
+               topk: int, scale: float, table_UZ: Tensor) -> Tensor:
+    positions_MK = torch.full((slots_M.numel(), topk), -1, dtype=torch.int32, device=q_MJX.device)
+    longest = int(lengths_M.max()) if lengths_M.numel() else 0
     step = max(1, _SCORE_BYTES // (4 * max(1, longest)))
     for first in range(0, slots_M.numel() if longest else 0, step):
         part = slice(first, first + step)
         bounds = starts_M[part].long().contiguous(), lengths_M[part].long().contiguous()
-        scores_mS = _visible_scores(iq_MJX[part], index_keys_PSX, iw_MJ[part], slots_M[part], *bounds, longest, 1.0)
-        _select[(scores_mS.shape[0],)](scores_mS, *bounds, positions_MK[part], index_topk, longest, BLOCK=1024)
+        scores_mS = _visible_scores(q_MJX[part], keys_PSX, w_MJ[part], slots_M[part], *bounds, longest, scale, table_UZ)
+        _select[(scores_mS.shape[0],)](scores_mS, *bounds, positions_MK[part], topk, longest, BLOCK=1024)
     return positions_MK
 
 
@@ -127,49 +140,22 @@ def index_scores(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, val
     """See ``reference.index_scores``; no gradient (``sparse_scores`` has one)."""
     (batches, queries), keys = q_BTJX.shape[:2], k_BSX.shape[1]
     slots_M = torch.arange(batches, device=q_BTJX.device).repeat_interleave(queries)
-    lengths_M = torch.full_like(slots_M, keys)
-    scores_BTS = _visible_scores(
-        q_BTJX.detach().flatten(0, 1),
-        k_BSX.detach(),
-        w_BTJ.detach().flatten(0, 1),
-        slots_M,
-        torch.zeros_like(slots_M),
-        lengths_M,
-        keys,
-        scale,
-    ).view(batches, queries, keys)
+    bounds = torch.zeros_like(slots_M), torch.full_like(slots_M, keys)
+    q_MJX, w_MJ = q_BTJX.detach().flatten(0, 1), w_BTJ.detach().flatten(0, 1)
+    scores_BTS = _visible_scores(q_MJX, k_BSX.detach(), w_MJ, slots_M, *bounds, keys, scale, block_table(k_BSX, None))
+    scores_BTS = scores_BTS.view(batches, queries, keys)
     return scores_BTS if valid_BTS is None else scores_BTS.masked_fill(~valid_BTS, 0.0)
 
 
-def _visible_scores(
-    q_MJX: Tensor,
-    keys_PSX: Tensor,
-    w_MJ: Tensor,
-    slots_M: Tensor,
-    starts_M: Tensor,
-    lengths_M: Tensor,
-    longest: int,
-    scale: float,
-) -> Tensor:
+def _visible_scores(q_MJX: Tensor, keys_PSX: Tensor, w_MJ: Tensor, slots_M: Tensor, starts_M: Tensor, lengths_M: Tensor,
+                    longest: int, scale: float, table_UZ: Tensor) -> Tensor:
     tokens, heads, size = q_MJX.shape
     scores_MS = torch.empty(tokens, longest, dtype=torch.float32, device=q_MJX.device)
     if scores_MS.numel():
         _scores[(tokens, triton.cdiv(longest, _KEYS))](
-            q_MJX.contiguous(),
-            keys_PSX.contiguous(),
-            w_MJ.float().contiguous(),
-            slots_M.long() * keys_PSX.shape[1],
-            starts_M,
-            lengths_M,
-            scores_MS,
-            scale,
-            heads,
-            longest,
-            X=size,
-            PX=max(16, triton.next_power_of_2(size)),
-            H=16,
-            N=_KEYS,
-        )
+            q_MJX.contiguous(), keys_PSX.contiguous(), w_MJ.float().contiguous(), slots_M.long().contiguous(), table_UZ,
+            starts_M, lengths_M, scores_MS, scale, heads, longest, table_UZ.shape[1], keys_PSX.shape[1], X=size,
+            PX=max(16, triton.next_power_of_2(size)), H=16, N=_KEYS)
     return scores_MS
 
 

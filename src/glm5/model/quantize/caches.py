@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm5.device import HOST
 from glm5.errors import ConfigError
 from glm5.kernels.integer import quantise_tokens
 from glm5.model.fp8 import FP8
@@ -70,7 +71,7 @@ def error_bound(x: Tensor, form: CacheFormat) -> Tensor:
 class QuantisedEntries:
     """One layer's cache of ``slots`` sequences of up to ``length`` entries of ``width`` channels."""
 
-    def __init__(self, slots: int, length: int, width: int, form: CacheFormat, device: torch.device | str = "cpu"
+    def __init__(self, slots: int, length: int, width: int, form: CacheFormat, device: torch.device | str = HOST
                  ) -> None:
         self.form, self._rounded = form, width - form.exact_tail
         if self._rounded < 1:

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from glm5.device import HOST
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.checkpoint import (
     MAX_SHARD_BYTES,
@@ -33,6 +34,7 @@ from glm5.model.fp8 import FP8, PublishedTensors
 from glm5.model.layers import PackedRows, rotary_tables
 from glm5.model.mla import AttentionMode
 from glm5.model.mtp import DecoderLayer, MtpLayer
+from glm5.model.parts import TokenPart
 from glm5.model.quantize.hadamard import down_block, rotate_down, rotate_layer
 from glm5.model.quantize.plan import TRAINED_FOR, QuantisationPlan
 from glm5.model.quantize.projections import QuantisedMatrix, quantise_modules
@@ -214,7 +216,7 @@ class _Passes:
               AttentionMode(sparse=True, indexer_loss=False))
 
     def _read(self, number: int, prefix: str) -> DecoderLayer:
-        layer = copy.deepcopy(self._model.model.layers[number]).to_empty(device="cpu").float()
+        layer = copy.deepcopy(self._model.model.layers[number]).to_empty(device=HOST).float()
         for name, target in state_dict_published(layer, prefix).items():
             target.copy_(self._tensors[name])
         assert isinstance(layer, DecoderLayer)
@@ -238,4 +240,4 @@ def _packed_rows(model: GlmMoeDsaForCausalLM, ids_BT: Tensor) -> PackedRows:
     positions_BT = torch.arange(ids_BT.shape[1]).expand(ids_BT.shape)
     config = model.config
     cos_BTR2, sin_BTR2 = rotary_tables(positions_BT, config.qk_rope_head_dim, config.rope_theta, torch.float32)
-    return PackedRows(cos_BTR2, sin_BTR2, None, (ids_BT.shape[0], ids_BT.shape[1]))
+    return PackedRows(cos_BTR2, sin_BTR2, None, (ids_BT.shape[0], ids_BT.shape[1]), TokenPart())

@@ -165,7 +165,8 @@ class RolloutStack:
             directory, version = published.directory, published.version
         config = self.config
         return ["serve", str(directory), "--weight-version", str(version), "--max-slots", str(config.concurrency),
-                "--max-context", str(config.max_context), "--threads", str(config.engine_threads)]
+                "--max-context", str(config.max_context), "--threads", str(config.engine_threads),
+                "--device", config.engine_device]
 
     def _gateway_arguments(self) -> list[str]:
         return ["gateway", "--engine", self.engine_url, "--tokenizer", str(self._engine_dir),
