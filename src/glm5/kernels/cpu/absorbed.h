@@ -61,13 +61,23 @@ struct Partial {
     }
 };
 
-// logits[i][h] = entries[i] . q[h] for K keys and V vectors of heads; q [dim, stride], logits [K, stride].
+// Rows that are needed later, `bytes` per element: loaded in small steps, because a burst would wait for itself.
+struct Ahead {
+    const char* rows[BLOCK];
+    int64_t bytes;
+};
+
+// logits[i][h] = entries[i] . q[h] for K keys and V vectors of heads; q [dim, stride], logits [K, stride]. Starts to load
+// K of the rows `ahead` unless that is null.
 template <int K, int V>
-GLM5_INLINE void logits_tile(const float* q, int64_t stride, const float* const* entries, int64_t dim, float* logits) {
+GLM5_INLINE void logits_tile(const float* q, int64_t stride, const float* const* entries, int64_t dim, const Ahead* ahead,
+                             int64_t first, float* logits) {
     vf sums[K * V];
     GLM5_UNROLL
     for (int i = 0; i < K * V; i++) sums[i] = (vf){};
     for (int64_t d = 0; d < dim; d++) {
+        if (ahead && d % 16 == 0)
+            for (int i = 0; i < K; i++) __builtin_prefetch(ahead->rows[first + i] + d * ahead->bytes);
         vf x[V];
         GLM5_UNROLL
         for (int v = 0; v < V; v++) x[v] = load(q + d * stride + v * LANES);
@@ -84,18 +94,22 @@ GLM5_INLINE void logits_tile(const float* q, int64_t stride, const float* const*
 
 // The same for n keys, and for all heads.
 template <int V>
-static void logits_columns(const float* q, int64_t stride, const float* const* entries, int64_t n, int64_t dim, float* logits) {
+static void logits_columns(const float* q, int64_t stride, const float* const* entries, int64_t n, int64_t dim,
+                           const Ahead* ahead, float* logits) {
     constexpr int K = LANES == 16 ? 12 : 12 / V / 2 * 2;
     int64_t i = 0;
-    for (; i + K <= n; i += K) logits_tile<K, V>(q, stride, entries + i, dim, logits + i * stride);
-    for (; i + 4 <= n; i += 4) logits_tile<4, V>(q, stride, entries + i, dim, logits + i * stride);
-    for (; i < n; i++) logits_tile<1, V>(q, stride, entries + i, dim, logits + i * stride);
+    for (; i + K <= n; i += K) logits_tile<K, V>(q, stride, entries + i, dim, ahead, i, logits + i * stride);
+    for (; i + 4 <= n; i += 4) logits_tile<4, V>(q, stride, entries + i, dim, ahead, i, logits + i * stride);
+    for (; i < n; i++) logits_tile<1, V>(q, stride, entries + i, dim, ahead, i, logits + i * stride);
 }
 
-static void block_logits(const float* q, int64_t stride, const float* const* entries, int64_t n, int64_t dim, float* logits) {
-    int64_t h = 0;
-    for (; h + 2 * LANES <= stride; h += 2 * LANES) logits_columns<2>(q + h, stride, entries, n, dim, logits + h);
-    if (h < stride) logits_columns<1>(q + h, stride, entries, n, dim, logits + h);
+static void block_logits(const float* q, int64_t stride, const float* const* entries, int64_t n, int64_t dim,
+                         const Ahead* ahead, float* logits) {
+    for (int64_t h = 0; h < stride; h += 2 * LANES) {
+        const Ahead* once = h ? nullptr : ahead;
+        if (h + 2 * LANES <= stride) logits_columns<2>(q + h, stride, entries, n, dim, once, logits + h);
+        else logits_columns<1>(q + h, stride, entries, n, dim, once, logits + h);
+    }
 }
 
 // sums[h][0 .. V * LANES) += sum_i weights[i][h] * entries[i][0 .. V * LANES) for H heads; weights [n, padded].
@@ -150,15 +164,15 @@ template <class T> class Entries {
    public:
     static int64_t need(int64_t dim) { return Scratch::need(BLOCK * copy_stride(dim)); }
     Entries(Scratch& scratch, int64_t dim)
-        : rows{}, dim_(dim), stride_(copy_stride(dim)), copies_(scratch.take<float>(BLOCK * copy_stride(dim))) {
+        : rows{}, ahead{{}, sizeof(T)}, dim_(dim), stride_(copy_stride(dim)), copies_(scratch.take<float>(BLOCK * copy_stride(dim))) {
         memset(copies_, 0, sizeof(float) * BLOCK * stride_);
     }
 
-    // Entries positions[first .. first + n) of `cache`; starts to load the next BLOCK of the `end` positions.
+    // Entries positions[first .. first + n) of `cache`; `ahead` becomes the next BLOCK of the `end` positions.
     void fetch(const T* cache, const int32_t* positions, int64_t first, int64_t n, int64_t end) {
         for (int64_t i = 0; i < n; i++) {
-            if (first + BLOCK + i < end) preload(cache + positions[first + BLOCK + i] * dim_);
             const T* source = cache + positions[first + i] * dim_;
+            ahead.rows[i] = (const char*)(first + BLOCK + i < end ? cache + positions[first + BLOCK + i] * dim_ : source);
             if constexpr (sizeof(T) == sizeof(float)) {
                 if (dim_ % LANES == 0) {
                     rows[i] = source;
@@ -177,6 +191,7 @@ template <class T> class Entries {
     }
 
     const float* rows[BLOCK];
+    Ahead ahead;
 
    private:
     // An odd number of cache lines, so that the same element of several rows spreads over the cache sets.
@@ -211,7 +226,7 @@ template <class T> class AbsorbedAttention {
         for (int64_t start = 0; start < end - begin; start += BLOCK) {
             int64_t n = at_most(BLOCK, end - begin - start);
             entries_.fetch(cache, rows_, start, n, end - begin);
-            block_logits(q_, shape_.padded(), entries_.rows, n, shape_.dim, weights_);
+            block_logits(q_, shape_.padded(), entries_.rows, n, shape_.dim, &entries_.ahead, weights_);
             for (int64_t h = 0; h < shape_.padded(); h += LANES) soften(h, n, start == 0, out);
             block_values(weights_, shape_.padded(), shape_.heads, entries_.rows, n, out.sums, shape_.width());
         }

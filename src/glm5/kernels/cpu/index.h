@@ -48,9 +48,9 @@ GLM5_INLINE void add_products(const float* q, const bf16* const* keys, int64_t d
         vf even = load(q + x * LANES), odd = load(q + (x + 1) * LANES);
         GLM5_UNROLL
         for (int i = 0; i < LANES; i++) {
-            uint32_t word;
+            float word;  // a float, because those are broadcast by the load itself
             memcpy(&word, keys[i] + x, 4);
-            vi words = splat_bits(word);
+            vi words = (vi)splat(word);
             sums[i] += even * (vf)(words << 16);
             sums[i] += odd * (vf)(words & splat_bits(0xffff0000u));
         }

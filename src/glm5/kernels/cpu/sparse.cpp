@@ -142,8 +142,8 @@ struct AttentionBackward {
             int64_t block = at_most(BLOCK, n - start);
             float *w = weights + (place * p.width + start) * padded, *s = slopes + (place * p.width + start) * padded;
             entries.fetch(keys, p.row(m), start, block, n);
-            block_logits(turned_q, padded, entries.rows, block, p.dim, w);
-            block_logits(turned_g, padded, entries.rows, block, latent, s);
+            block_logits(turned_q, padded, entries.rows, block, p.dim, &entries.ahead, w);
+            block_logits(turned_g, padded, entries.rows, block, latent, nullptr, s);
             for (int64_t i = 0; i < block * padded; i += LANES) {
                 vf weight = exp_lanes(load(w + i) - load(log_sum + i % padded));
                 store(w + i, weight);
@@ -181,7 +181,7 @@ struct ScoresBackward {
             int64_t block = at_most(BLOCK, n - start);
             float* s = slopes + (place * p.width + start) * padded;
             entries.fetch(source, p.row(m), start, block, n);
-            block_logits(turned, padded, entries.rows, block, p.dim, s);
+            block_logits(turned, padded, entries.rows, block, p.dim, &entries.ahead, s);
             for (int64_t i = 0; i < block; i++) {
                 float g = dscores[m * p.width + start + i];
                 for (int64_t h = 0; h < padded; h += LANES) {
@@ -292,7 +292,7 @@ GLM5_EXPORT(sparse_targets)(const float* q, const float* latents, const int32_t*
             turn_heads(q + m * heads * dim, heads, dim, padded, scale, turned);
             for (int64_t start = 0; start < n; start += BLOCK) {
                 entries.fetch(latents + m / queries * keys * dim, p.row(m), start, at_most(BLOCK, n - start), n);
-                block_logits(turned, padded, entries.rows, at_most(BLOCK, n - start), dim, weights + start * padded);
+                block_logits(turned, padded, entries.rows, at_most(BLOCK, n - start), dim, &entries.ahead, weights + start * padded);
             }
             float* out = target + m * width;
             memset(out, 0, sizeof(float) * width);
