@@ -89,8 +89,13 @@ template <class T> class Selector {
             int64_t n = at_most(TILE, end - first);
             keys.rows(first, first + n, rows);
             for (int64_t i = 0; i < TILE; i++) entries[i] = cache.base<T>() + rows[at_most(i, n - 1)] * cache.dim;
-            if (group.count > 1 && sizeof(T) != sizeof(float)) visit(group, queries, k, first, copy(entries, cache.dim), nullptr);
-            else visit(group, queries, k, first, entries, (const char*)(entries[n - 1] + cache.dim));
+            if (group.count > 1 && sizeof(T) != sizeof(float)) {
+                visit(group, queries, k, first, copy(entries, cache.dim), nullptr);
+                continue;
+            }
+            int32_t next = rows[n - 1];
+            if (first + TILE < end) keys.rows(first + TILE, first + TILE + 1, &next);
+            visit(group, queries, k, first, entries, (const char*)(cache.base<T>() + next * cache.dim));
         }
     }
 
@@ -109,7 +114,7 @@ template <class T> class Selector {
         return copied_;
     }
 
-    // Scores the keys first .. first + TILE for every query that sees them; `ahead` is what is likely to be read next.
+    // Scores the keys first .. first + TILE for every query that sees them; `ahead` is where the next tile begins.
     template <class Entry>
     void visit(const Group& group, const Queries& queries, int64_t k, int64_t first, const Entry* const* entries,
                const char* ahead) {
