@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from glm5.kernels.cpu import inference, training
+from glm5.kernels.cpu import inference, sparse, training
 from glm5.kernels.cpu.library import native, runnable_sets
 
 
 @pytest.fixture(params=runnable_sets())
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Makes the native operations use one instruction set."""
-    for module in (inference, training):
+    for module in (inference, sparse, training):
         monkeypatch.setattr(module, "native", functools.partial(native, request.param))
     return str(request.param)
 

@@ -32,8 +32,8 @@ _GROUPS = {
     "ledger": ("Episodes that an RL run recorded.", {
         "show": ledger.ledger_show, "list": ledger.ledger_list, "export": ledger.ledger_export,
         "replay": ledger.ledger_replay}),
-    "bench": ("Measurements against other implementations.", {"train": runs.bench_train,
-                                                               "engine": serving.bench_engine}),
+    "bench": ("Measurements against other implementations.", {
+        "attention": models.bench_attention, "train": runs.bench_train, "engine": serving.bench_engine}),
 }
 for name, (description, commands) in _GROUPS.items():
     group = typer.Typer(no_args_is_help=True, help=description)

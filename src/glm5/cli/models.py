@@ -93,3 +93,13 @@ def deploy(directory: Annotated[Path, typer.Argument(help="Checkpoint; its confi
     print("\n".join(["", plan.command, "", *(f"# {source}" for source in plan.sources), ""]),
           file=sys.stderr if as_json else sys.stdout)
     print_results(f"deploy {target}", plan.rows(), as_json)
+
+
+def bench_attention(quick: Annotated[bool, typer.Option(help="Small sizes, seconds instead of minutes.")] = False,
+                    threads: Annotated[int, typer.Option(help="Threads; 0 takes all.")] = 0,
+                    as_json: AsJson = False) -> None:
+    """Sparse against dense attention of one layer: decode, prefill, training, memory. About 10 minutes."""
+    from glm5.kernels.bench import bench_attention as measure
+
+    rows = measure(quick, threads, lambda line: print(line, file=sys.stderr, flush=True))
+    print_results("bench attention", rows, as_json)

@@ -129,25 +129,32 @@ def select_positions(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float,
     return positions_BTK
 
 
-def selected_attention(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, positions_BTK: Tensor,
-                       scale: float) -> tuple[Tensor, Tensor]:
-    """``masked_attention`` over listed keys -> out_BTHV, and ``attention_targets`` of the lists -> target_BTK fp32,
-    0 behind the end of a list, without gradient."""
-    mask_BTS = _listed(positions_BTK, k_BSHK.shape[1])
-    targets_BTS = attention_targets(q_BTHK, k_BSHK, mask_BTS, scale)
-    target_BTK = targets_BTS.gather(2, positions_BTK.long().clamp_min(0)).masked_fill(positions_BTK < 0, 0.0)
-    return masked_attention(q_BTHK, k_BSHK, v_BSHV, mask_BTS, scale), target_BTK
+def sparse_attention(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float,
+                     kv_lora_rank: int) -> Tensor:
+    """Absorbed attention of every query over its listed keys -> out_BTHC, C = ``kv_lora_rank``.
 
-
-def selected_kl(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, positions_BTK: Tensor,
-                target_BTK: Tensor) -> Tensor:
-    """``indexer_kl`` of the scores of listed keys against ``target`` -> scalar fp32, the mean over lists with a key.
-
-    Differentiable in q, k and w.
+    ``positions`` are ascending, padded with -1 at the end. Logits are ``scale * q . latent`` over all K = C + R dims,
+    the output is the weighted sum of the first C. A query without keys gives zeros. Gradients flow to q and latent.
     """
-    scores_BTS = index_scores(q_BTJX, k_BSX, w_BTJ, scale)
-    scores_BTK = scores_BTS.gather(2, positions_BTK.long().clamp_min(0))
-    return indexer_kl(scores_BTK, target_BTK, positions_BTK >= 0)
+    keys_BTsK, listed_BTs = _listed_keys(latent_BSK, positions_BTK)
+    logits_BTHs = torch.einsum("bthk,btsk->bths", q_BTHK.float(), keys_BTsK.float()) * scale
+    weights_BTHs = _masked_softmax(logits_BTHs, listed_BTs.unsqueeze(2))
+    return torch.einsum("bths,btsc->bthc", weights_BTHs, keys_BTsK[..., :kv_lora_rank].float()).to(q_BTHK.dtype)
+
+
+def sparse_scores(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, positions_BTK: Tensor) -> Tensor:
+    """``index_scores`` of the listed keys only -> scores_BTK fp32, 0 for padding. Gradients flow to q, k and w."""
+    keys_BTsX, listed_BTs = _listed_keys(k_BSX, positions_BTK)
+    logits_BTJs = torch.einsum("btjx,btsx->btjs", q_BTJX.float(), keys_BTsX.float()) * scale
+    return torch.einsum("btj,btjs->bts", w_BTJ.float(), F.relu(logits_BTJs)).masked_fill(~listed_BTs, 0.0)
+
+
+def sparse_targets(q_BTHK: Tensor, latent_BSK: Tensor, positions_BTK: Tensor, scale: float) -> Tensor:
+    """``attention_targets`` over the listed keys of absorbed attention -> p_BTK fp32, 0 for padding. No gradient."""
+    with torch.no_grad():
+        keys_BTsK, listed_BTs = _listed_keys(latent_BSK, positions_BTK)
+        logits_BTHs = torch.einsum("bthk,btsk->bths", q_BTHK.float(), keys_BTsK.float()) * scale
+        return _masked_softmax(logits_BTHs, listed_BTs.unsqueeze(2)).mean(2)
 
 
 def experts(x_MD: Tensor, expert_ids_MA: Tensor, weights_MA: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor) -> Tensor:
@@ -238,16 +245,54 @@ def _cache_rows(cache: Tensor, table_UZ: Tensor | None, slots_M: Tensor, lengths
     return rows_MS.where(positions_S < lengths_M[:, None], 0)
 
 
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of the two halves of the last dimension: [..., 2F] -> [..., F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def sample(logits_BW: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor,
+           uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids_B int64, logprobs_B fp32): one token per row, by one uniform number in [0, 1) and the inverse of the row's
+    cumulative distribution in the order of the ids.
+
+    The distribution is ``softmax(logits / temperature)``, cut to the ``top_k`` likeliest tokens (below 1: all), then to
+    the smallest set of the likeliest that holds ``top_p`` of what is left, then to tokens of at least ``min_p`` times
+    the largest probability. Equal logits rank by id. Temperature 0 takes the likeliest token. The log-prob is that of
+    the chosen token before any cut, unscaled for temperature 0. Sums are fp64. Broken rows (NaN, +inf, nothing above
+    -inf) give a log-prob that is not finite.
+    """
+    greedy_B = temperature_B == 0
+    scaled_BW = logits_BW.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
+    peak_B1 = scaled_BW.amax(-1, keepdim=True)
+    weights_BW = (scaled_BW - peak_B1).exp().double()
+    order_BW = scaled_BW.argsort(dim=-1, descending=True, stable=True)
+    rank_W, width = torch.arange(logits_BW.shape[-1], device=logits_BW.device), logits_BW.shape[-1]
+    limit_B1 = torch.where(top_k_B > 0, top_k_B.clamp(max=width), width)[:, None]
+    ranked_BW = weights_BW.gather(-1, order_BW).masked_fill(rank_W >= limit_B1, 0.0)
+    before_BW = ranked_BW.cumsum(-1) - ranked_BW
+    kept_BW = (before_BW < top_p_B.double()[:, None] * ranked_BW.sum(-1, keepdim=True)) & (rank_W < limit_B1)
+    kept_BW &= ranked_BW >= min_p_B.double()[:, None]
+    kept_BW[:, :1] = True
+    kept_BW &= ~(greedy_B[:, None] & (rank_W > 0))
+    weights_cut_BW = torch.zeros_like(weights_BW).scatter_(-1, order_BW, ranked_BW * kept_BW)
+    cumulative_BW = weights_cut_BW.cumsum(-1)
+    target_B1 = uniform_B.double()[:, None] * cumulative_BW[:, -1:]
+    ids_B = torch.searchsorted(cumulative_BW, target_B1, right=True)[:, 0].clamp(max=width - 1)
+    chosen_B = (scaled_BW - peak_B1).gather(-1, ids_B[:, None])[:, 0]
+    return ids_B, (chosen_B - weights_BW.sum(-1).log()).float()
+
+
+def _listed_keys(keys_BSK: Tensor, positions_BTK: Tensor) -> tuple[Tensor, Tensor]:
+    """The listed keys of every query [B, T, K, dims] and which of them exist [B, T, K]."""
+    rows_B11 = torch.arange(keys_BSK.shape[0], device=keys_BSK.device)[:, None, None]
+    return keys_BSK[rows_B11, positions_BTK.long().clamp_min(0)], positions_BTK >= 0
+
+
 def _masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
     """Softmax over the last dimension restricted to ``mask``; rows without a valid entry are zero, also in backward."""
     weights = logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1)
     return weights.masked_fill(~mask, 0.0)
-
-
-def _listed(positions_BTK: Tensor, keys: int) -> Tensor:
-    """mask_BTS: the keys of each list."""
-    mask_BTS = torch.zeros(*positions_BTK.shape[:2], keys + 1, dtype=torch.bool, device=positions_BTK.device)
-    return mask_BTS.scatter_(2, positions_BTK.long() % (keys + 1), True)[..., :keys]  # -1 falls into the last column
 
 
 def _within(lengths_M: Tensor, longest: int) -> Tensor:

@@ -1,14 +1,15 @@
 """Multi-head latent attention restricted to the keys that the indexer selects (DSA).
 
-Two forms of the same layer. ``forward`` expands keys and values from the latent and attends over packed rows: training
-and scoring. ``ragged`` attends in the latent space itself (absorbed form) over a paged cache: inference. Both scale by
-``(N + R)**-0.5``.
+Two entrances to the same layer: ``forward`` attends over packed rows (training and scoring), ``ragged`` over a paged
+cache (inference). Attention has two forms. The expanded one makes keys and values of every head from the latent. The
+absorbed one multiplies the queries by the key half of that matrix and the results by its value half, so that all heads
+read one latent per key: what ``ragged`` and lists of selected keys do. Both scale by ``(N + R)**-0.5``.
 
 Gradient rules: the indexer sees detached inputs, selection carries no gradient, and the KL loss that trains the indexer
 compares its scores with the layer's own attention, detached. So the language-model loss never reaches the indexer and
 the indexer loss reaches nothing else.
 
-Where the kernels prefer it, sparse attention works on lists of selected keys. Otherwise queries are processed span by
+Where the kernels prefer it, sparse attention works on lists of selected keys. Otherwise it is expanded and queries are processed span by
 span (``PackedRows.spans``) under masks. In long rows each span is recomputed in the backward pass, so
 that no tensor of size [B, H, T, T] is ever alive.
 
@@ -114,14 +115,15 @@ class MultiHeadLatentAttention(nn.Module):
         q_BTHK = self._queries(self.part.enter(q_latent_BTQ), packed.cos_BTR2, packed.sin_BTR2)
         latent_BSC, rope_BSR = (self.part.enter(packed.part.gather(keys_BTX)) for keys_BTX
                                 in self._latents(x_BTD, packed.cos_BTR2, packed.sin_BTR2))
-        kv_BSHE = self.kv_b_proj(latent_BSC).unflatten(-1, (self.heads, self.nope_dim + self.value_dim))
-        k_nope_BSHN, v_BSHV = kv_BSHE.split([self.nope_dim, self.value_dim], dim=-1)
-        k_BSHK = torch.cat([k_nope_BSHN, rope_BSR.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1)
         index = self._index(x_BTD, q_latent_BTQ, packed, mode) if shared is None else None
         if self._selects(packed, mode) and dispatch.prefers_lists(q_BTHK):
             positions_BTK = shared[0] if shared is not None else None
-            return self._attend_lists(q_BTHK, k_BSHK, v_BSHV, index, positions_BTK, packed, mode)
+            keys_BSK = torch.cat([latent_BSC, rope_BSR], dim=-1)
+            return self._attend_lists(q_BTHK, keys_BSK, index, positions_BTK, packed, mode)
 
+        kv_BSHE = self.kv_b_proj(latent_BSC).unflatten(-1, (self.heads, self.nope_dim + self.value_dim))
+        k_nope_BSHN, v_BSHV = kv_BSHE.split([self.nope_dim, self.value_dim], dim=-1)
+        k_BSHK = torch.cat([k_nope_BSHN, rope_BSR.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1)
         outputs, selections, kl_sums = [], [], []
         for number, span in enumerate(packed.spans):
             inherited = shared[number] if mode.sparse and shared is not None else None
@@ -205,21 +207,26 @@ class MultiHeadLatentAttention(nn.Module):
         """Whether some query, local or not, sees more keys than sparse attention keeps."""
         return mode.sparse and packed.longest > self.index_topk
 
-    def _attend_lists(self, q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: Index | None,
-                      positions_BTK: Tensor | None, packed: PackedRows, mode: AttentionMode) -> AttentionResult:
-        """Sparse attention by lists of keys, those given or those that the indexer selects.
+    def _attend_lists(self, q_BTHK: Tensor, keys_BSK: Tensor, index: Index | None, positions_BTK: Tensor | None,
+                      packed: PackedRows, mode: AttentionMode) -> AttentionResult:
+        """Absorbed sparse attention by lists of keys, those given or those that the indexer selects.
 
         Time but for the selection, and memory, are proportional to the length of the lists: no mask, no recomputation.
         """
-        kl = None
         if positions_BTK is None:
             assert index is not None and self.indexer is not None
             positions_BTK = dispatch.select_positions(index[0], index[2], index[1], self.indexer.scale,
                                                       *packed.visible_keys(), self.index_topk)
-        out_BTHV, target_BTK = dispatch.selected_attention(q_BTHK, k_BSHK, v_BSHV, positions_BTK, self.scale)
+        up_HEC = self.kv_b_proj.weight.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
+        absorbed_BTHC = torch.einsum("bthn,hnc->bthc", q_BTHK[..., : self.nope_dim], up_HEC[:, : self.nope_dim])
+        q_BTHK = torch.cat([absorbed_BTHC, q_BTHK[..., self.nope_dim :]], dim=-1)
+        out_BTHC = dispatch.sparse_attention(q_BTHK, keys_BSK, positions_BTK, self.scale, self.latent_dim)
+        out_BTHV = torch.einsum("bthc,hvc->bthv", out_BTHC, up_HEC[:, self.nope_dim :])
+        kl = None
         if mode.indexer_loss and index is not None and self.indexer is not None:
-            target_BTK = self.part.mean(target_BTK)
-            kl = dispatch.selected_kl(index[0], index[2], index[1], self.indexer.scale, positions_BTK, target_BTK)
+            target_BTK = self.part.mean(dispatch.sparse_targets(q_BTHK, keys_BSK, positions_BTK, self.scale))
+            scores_BTK = dispatch.sparse_scores(index[0], index[2], index[1], self.indexer.scale, positions_BTK)
+            kl = dispatch.indexer_kl(scores_BTK, target_BTK, positions_BTK >= 0)
         return AttentionResult(self.part.leave(self.o_proj(out_BTHV.flatten(2))), (positions_BTK,), kl)
 
     def _attend(self, q_BtHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, index: Index | None, inherited_BtS: Tensor | None,

@@ -24,7 +24,7 @@ from pathlib import Path
 from glm5.errors import KernelError
 
 SOURCES = ("attention.cpp", "elementwise.cpp", "experts.cpp", "indexer.cpp", "integer.cpp", "ragged.cpp",
-           "selection.cpp")
+           "sampling.cpp", "sparse.cpp")
 """Compiled once per instruction set; ``isa.cpp`` is compiled once."""
 
 _X86_SETS = {

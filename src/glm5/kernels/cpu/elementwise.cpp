@@ -1,6 +1,6 @@
-// Row-wise operations with their gradients: RMSNorm and rotary embedding, fp32.
+// Row-wise operations with their gradients: RMSNorm, SwiGLU and rotary embedding, fp32.
 
-#include "simd.h"
+#include "swiglu.h"
 
 namespace {
 
@@ -72,6 +72,23 @@ GLM5_EXPORT(rms_norm_backward)(const float* x, int64_t stride, const float* weig
     memset(dweight, 0, sizeof(float) * dim);
     for (int64_t task = 0; task < tasks; task++)
         for (int64_t d = 0; d < dim; d++) dweight[d] += partial[task * dim + d];
+    return 0;
+}
+
+// y [rows, hidden] from gate_up [rows, 2 * hidden], contiguous.
+GLM5_EXPORT(swiglu)(const float* gate_up, int64_t rows, int64_t hidden, float* y, int threads) {
+    parallel(rows, ROWS, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) swiglu(gate_up + row * 2 * hidden, hidden, y + row * hidden);
+    });
+    return 0;
+}
+
+// dgate_up [rows, 2 * hidden] from dy [rows, hidden], contiguous.
+GLM5_EXPORT(swiglu_backward)(const float* gate_up, const float* dy, int64_t rows, int64_t hidden, float* dgate_up, int threads) {
+    parallel(rows, ROWS, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++)
+            swiglu_backward(gate_up + row * 2 * hidden, dy + row * hidden, 1.0f, hidden, nullptr, dgate_up + row * 2 * hidden);
+    });
     return 0;
 }
 

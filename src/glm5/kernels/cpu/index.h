@@ -1,7 +1,7 @@
 // Lightning-indexer scores of one query against many keys: score[s] = sum_j w[j] * relu(q[j] . key[s]).
 //
 // Lanes are index heads: the query is stored transposed, each key element is broadcast, LANES keys run together. A key's
-// score therefore has the same bits wherever it stands in a block.
+// score therefore has the same bits wherever it stands in a block, and those of its fp32 copy when it is bf16.
 #pragma once
 
 #include "simd.h"
@@ -32,17 +32,41 @@ struct IndexQuery {
     }
 };
 
-// Logits of LANES keys for one group of heads: out[i] has heads as lanes.
-GLM5_INLINE void index_logits(const IndexQuery& query, int64_t group, const float* const* keys, vf* out) {
-    vf sums[LANES];
-    GLM5_UNROLL
-    for (int i = 0; i < LANES; i++) sums[i] = (vf){};
-    const float* q = query.q + group * query.dim * LANES;
-    for (int64_t x = 0; x < query.dim; x++) {
+// sums[i] += heads of element x * keys[i][x] for all elements; those of bf16 are taken from their 32-bit words in pairs.
+GLM5_INLINE void add_products(const float* q, const float* const* keys, int64_t dim, const char* ahead, vf* sums) {
+    for (int64_t x = 0; x < dim; x++) {
+        if (ahead) __builtin_prefetch(ahead + x * LANES * (int64_t)sizeof(float));
         vf heads = load(q + x * LANES);
         GLM5_UNROLL
         for (int i = 0; i < LANES; i++) sums[i] += heads * keys[i][x];
     }
+}
+GLM5_INLINE void add_products(const float* q, const bf16* const* keys, int64_t dim, const char* ahead, vf* sums) {
+    int64_t x = 0;
+    for (; x + 2 <= dim; x += 2) {
+        if (ahead) __builtin_prefetch(ahead + x * LANES * (int64_t)sizeof(bf16));
+        vf even = load(q + x * LANES), odd = load(q + (x + 1) * LANES);
+        GLM5_UNROLL
+        for (int i = 0; i < LANES; i++) {
+            float word;  // a float, because those are broadcast by the load itself
+            memcpy(&word, keys[i] + x, 4);
+            vi words = (vi)splat(word);
+            sums[i] += even * (vf)(words << 16);
+            sums[i] += odd * (vf)(words & splat_bits(0xffff0000u));
+        }
+    }
+    for (; x < dim; x++)
+        for (int i = 0; i < LANES; i++) sums[i] += load(q + x * LANES) * as_float(keys[i][x]);
+}
+
+// Logits of LANES keys for one group of heads: out[i] has heads as lanes. `ahead`, unless null, is the memory of LANES
+// keys that are needed later: its loads are spread over the work, because a burst would wait for itself.
+template <class T>
+GLM5_INLINE void index_logits(const IndexQuery& query, int64_t group, const T* const* keys, const char* ahead, vf* out) {
+    vf sums[LANES];
+    GLM5_UNROLL
+    for (int i = 0; i < LANES; i++) sums[i] = (vf){};
+    add_products(query.q + group * query.dim * LANES, keys, query.dim, ahead, sums);
     GLM5_UNROLL
     for (int i = 0; i < LANES; i++) out[i] = sums[i];
 }
@@ -50,42 +74,20 @@ GLM5_INLINE void index_logits(const IndexQuery& query, int64_t group, const floa
 GLM5_INLINE vf relu(vf x) { return (vf){} > x ? (vf){} : x; }  // NaN stays NaN
 
 // Scores of LANES keys given by pointers, one per lane.
-GLM5_INLINE vf index_scores_block(const IndexQuery& query, const float* const* keys) {
+template <class T>
+GLM5_INLINE vf index_scores_block(const IndexQuery& query, const T* const* keys, const char* ahead = nullptr) {
     vf logits[LANES], sums[LANES];
-    index_logits(query, 0, keys, logits);
+    index_logits(query, 0, keys, ahead, logits);
     vf w = load(query.w);
     GLM5_UNROLL
     for (int i = 0; i < LANES; i++) sums[i] = relu(logits[i]) * w;
     for (int64_t group = 1; group < query.groups; group++) {
-        index_logits(query, group, keys, logits);
+        index_logits(query, group, keys, nullptr, logits);
         w = load(query.w + group * LANES);
         GLM5_UNROLL
         for (int i = 0; i < LANES; i++) sums[i] += relu(logits[i]) * w;
     }
     return reduce_lanes(sums);
-}
-
-constexpr int64_t AHEAD = 64;  // keys between what is computed and what is loaded from memory
-
-// scores[s] for s in [0, n), written up to a multiple of LANES. `keys` is contiguous; `next` are the keys that a later
-// call reads first; `rows` [LANES, dim] is scratch for keys that are not fp32.
-template <class T>
-static void index_scores_row(const IndexQuery& query, const T* keys, int64_t n, const T* next, float* rows, float* scores) {
-    for (int64_t s = 0; s < n; s += LANES) {
-        const float* pointers[LANES];
-        const char* ahead = (const char*)(s + AHEAD < n ? keys + (s + AHEAD) * query.dim : next + (s + AHEAD - n) * query.dim);
-        for (int64_t byte = 0; byte < LANES * query.dim * (int64_t)sizeof(T); byte += 64) __builtin_prefetch(ahead + byte);
-        for (int i = 0; i < LANES; i++) {
-            const T* key = keys + at_most(s + i, n - 1) * query.dim;
-            if constexpr (sizeof(T) == sizeof(float)) {
-                pointers[i] = key;
-            } else {
-                for (int64_t x = 0; x < query.dim; x++) rows[i * query.dim + x] = as_float(key[x]);
-                pointers[i] = rows + i * query.dim;
-            }
-        }
-        store(scores + s, index_scores_block(query, pointers));
-    }
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ struct Indexer {
         for (int j = 0; j < LANES; j++) rows[j] = keys + positions[at_most(i + j, n - 1)] * p.dim;
         for (int64_t group = 0; group < query.groups; group++) {
             vf logits[LANES], slope[LANES], sum = load(dw + group * LANES), w = load(query.w + group * LANES);
-            index_logits(query, group, rows, logits);
+            index_logits(query, group, rows, nullptr, logits);
             GLM5_UNROLL
             for (int j = 0; j < LANES; j++) {
                 vf gradient = splat(j < count ? g[i + j] : 0.0f);

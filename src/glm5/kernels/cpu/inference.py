@@ -57,7 +57,7 @@ def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M
     outside = native()["ragged_select"](
         index_keys_PSX.dtype == torch.bfloat16, iq_MJX.data_ptr(), iw_MJ.data_ptr(), iq_MJX.shape[1],
         index_keys_PSX.data_ptr(), *index_keys_PSX.shape, table_UZ.data_ptr(), *table_UZ.shape, slots_M.data_ptr(),
-        lengths_M.data_ptr(), slots_M.numel(), index_topk, positions_MK.data_ptr(), torch.get_num_threads())
+        None, lengths_M.data_ptr(), slots_M.numel(), index_topk, positions_MK.data_ptr(), torch.get_num_threads())
     _check(outside, slots_M, lengths_M, index_keys_PSX, table_UZ)
     return positions_MK
 
@@ -73,7 +73,7 @@ def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths
         latent_PSK.dtype == torch.bfloat16, q.data_ptr(), q.shape[1], latent_PSK.data_ptr(), *latent_PSK.shape,
         kv_lora_rank, table_UZ.data_ptr(), *table_UZ.shape, slots_M.data_ptr(), lengths_M.data_ptr(), q.shape[0],
         None if positions is None else positions.data_ptr(), 0 if positions is None else positions.shape[1], scale,
-        out_MHC.data_ptr(), torch.get_num_threads())
+        out_MHC.data_ptr(), None, torch.get_num_threads())
     _check(outside, slots_M, lengths_M, latent_PSK, table_UZ)
     return out_MHC.to(q_MHK.dtype)
 
@@ -96,6 +96,18 @@ def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor,
         q.shape[0], index_topk, scale, out_MHC.data_ptr(), torch.get_num_threads())
     _check(outside, slots_M, lengths_M, latent_PSK, table_UZ)
     return out_MHC.to(q_MHK.dtype)
+
+
+def sample(logits_BW: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor,
+           uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """``reference.sample`` of fp32 logits."""
+    logits_BW = logits_BW.contiguous()
+    ids_B, logprobs_B = torch.empty(logits_BW.shape[0], dtype=torch.int64), torch.empty(logits_BW.shape[0])
+    settings = (temperature_B.float(), top_k_B.long(), top_p_B.float(), min_p_B.float(), uniform_B.float())
+    settings = tuple(setting.contiguous() for setting in settings)
+    native()["sample"](logits_BW.data_ptr(), *logits_BW.shape, *(setting.data_ptr() for setting in settings),
+                       ids_B.data_ptr(), logprobs_B.data_ptr(), torch.get_num_threads())
+    return ids_B, logprobs_B
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -16,10 +16,13 @@ from glm5.kernels.cpu.build import instruction_sets, library_path, source_digest
 
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
 _PROBLEM = "p nnn p nnn p nnn p nn nnnnnn f"
-_SELECTED = "p nnn p nnn p nnn p n nnnnnn f"
+_LISTED = "pp p nnnnn n"
 _SIGNATURES = {  # p pointer, n int64, f float, i int (a flag or the thread count)
     "rms_norm": "p n p f nn pp i",
     "rms_norm_backward": "p n p p p nn pp i",
+    "swiglu": "p nn p i",
+    "swiglu_backward": "pp nn p i",
+    "sample": "p nn ppppp pp i",
     "rope": "p nnnn pp n nnn p i",
     "rope_backward": "p pp n nnn nn p i",
     "experts": "p n pp pp nnnnn pp i",
@@ -31,15 +34,14 @@ _SIGNATURES = {  # p pointer, n int64, f float, i int (a flag or the thread coun
     "masked_attention": _PROBLEM + "pp i",
     "masked_attention_backward": _PROBLEM + "ppp ppp i",
     "attention_targets": _PROBLEM + "p i",
-    "select_positions": "ppp pp nnnnn f n p i",
-    "selected_attention": _SELECTED + "ppp i",
-    "selected_attention_backward": _SELECTED + "ppp ppp i",
-    "selected_kl": "ppp pp nnnnnn f pp p i",
-    "selected_kl_backward": "ppp pp nnnnnn f f ppp i",
+    "sparse_attention_backward": "pp p nnn nnn n f ppp pp i",
+    "sparse_scores": "p" + _LISTED + "f p i",
+    "sparse_scores_backward": "p" + _LISTED + "f p ppp i",
+    "sparse_targets": _LISTED + "f p i",
     "int8_linear": "p n pp nnn p i",
     "int4_linear": "p n pp nnnn p i",
-    "ragged_select": "i pp n p nnn p nn pp n n p i",
-    "ragged_attention": "i p n p nnn n p nn pp n p n f p i",
+    "ragged_select": "i pp n p nnn p nn ppp n n p i",
+    "ragged_attention": "i p n p nnn n p nn pp n p n f pp i",
     "ragged_dsa": "i p n pp n p nnn n p n p nn pp n n f p i",
 }
 

@@ -51,6 +51,7 @@ GLM5_INLINE vf load(const float* p) { return *(const vf_loose*)p; }
 GLM5_INLINE vf load(const bf16* p) { return (vf)(__builtin_convertvector(*(const vh_loose*)p, vu) << 16); }
 GLM5_INLINE void store(float* p, vf v) { *(vf_loose*)p = v; }
 GLM5_INLINE vf splat(float x) { return x - (vf){}; }
+GLM5_INLINE vi splat_bits(uint32_t x) { return (int32_t)x - (vi){}; }
 GLM5_INLINE float as_float(float x) { return x; }
 GLM5_INLINE float as_float(bf16 x) {
     uint32_t bits = (uint32_t)x.bits << 16;
@@ -111,6 +112,54 @@ template <int D> struct Tree {
 template <> struct Tree<0> {
     static GLM5_INLINE vf sum(vf* a) { return a[0]; }
 };
+
+// Of a pair of vectors that are D rows apart, swaps the lanes with bit D set of `a` with those with it clear of `b`.
+template <int D> GLM5_INLINE void exchange(vf& a, vf& b);
+#define GLM5_EXCHANGE(D, LOW, HIGH)                        \
+    template <> GLM5_INLINE void exchange<D>(vf& a, vf& b) { \
+        vf low = GLM5_SHUFFLE(a, b, LOW);                  \
+        b = GLM5_SHUFFLE(a, b, HIGH);                      \
+        a = low;                                           \
+    }
+#define GLM5_LIST(...) __VA_ARGS__
+#if GLM5_LANES == 16
+GLM5_EXCHANGE(8, GLM5_LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+              GLM5_LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+GLM5_EXCHANGE(4, GLM5_LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+              GLM5_LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
+GLM5_EXCHANGE(2, GLM5_LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+              GLM5_LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+GLM5_EXCHANGE(1, GLM5_LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+              GLM5_LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+#elif GLM5_LANES == 8
+GLM5_EXCHANGE(4, GLM5_LIST(0, 1, 2, 3, 8, 9, 10, 11), GLM5_LIST(4, 5, 6, 7, 12, 13, 14, 15))
+GLM5_EXCHANGE(2, GLM5_LIST(0, 1, 8, 9, 4, 5, 12, 13), GLM5_LIST(2, 3, 10, 11, 6, 7, 14, 15))
+GLM5_EXCHANGE(1, GLM5_LIST(0, 8, 2, 10, 4, 12, 6, 14), GLM5_LIST(1, 9, 3, 11, 5, 13, 7, 15))
+#else
+GLM5_EXCHANGE(2, GLM5_LIST(0, 1, 4, 5), GLM5_LIST(2, 3, 6, 7))
+GLM5_EXCHANGE(1, GLM5_LIST(0, 4, 2, 6), GLM5_LIST(1, 5, 3, 7))
+#endif
+
+// Rows become columns: LANES vectors, in place.
+template <int D = LANES / 2> GLM5_INLINE void transpose(vf* a) {
+    GLM5_UNROLL
+    for (int i = 0; i < LANES; i++)
+        if (!(i & D)) exchange<D>(a[i], a[i + D]);
+    if constexpr (D > 1) transpose<D / 2>(a);
+}
+
+// Whether any lane of a comparison holds.
+GLM5_INLINE bool any_lane(vi holds) {
+#if GLM5_LANES == 8 && defined(__AVX2__)
+    return __builtin_ia32_movmskps256((vf)holds) != 0;
+#else
+    int32_t x[LANES];
+    *(vi_loose*)x = holds;
+    int32_t any = 0;
+    for (int i = 0; i < LANES; i++) any |= x[i];
+    return any != 0;
+#endif
+}
 
 // Lane i of the result is the sum over the lanes of a[i], for LANES vectors (overwritten).
 GLM5_INLINE vf reduce_lanes(vf* a) { return Tree<LANES / 2>::sum(a); }

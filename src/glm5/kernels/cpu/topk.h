@@ -99,7 +99,7 @@ static int32_t kth_largest(const int32_t* keys, int32_t* spare, int64_t n, int64
 GLM5_INLINE int64_t topk_scratch(int64_t n) { return n + 4 * LANES + 1; }
 
 // Writes min(k, n) positions. `scores` must be readable up to a multiple of LANES.
-static int64_t select_topk(const float* scores, int64_t n, int64_t k, int32_t* keys, int32_t* spare, int32_t* positions) {
+[[maybe_unused]] static int64_t select_topk(const float* scores, int64_t n, int64_t k, int32_t* keys, int32_t* spare, int32_t* positions) {
     if (k >= n) {
         for (int64_t i = 0; i < n; i++) positions[i] = (int32_t)i;
         return n;
@@ -116,5 +116,79 @@ static int64_t select_topk(const float* scores, int64_t n, int64_t k, int32_t* k
     }
     return k;
 }
+
+// Exact top-k of scores that arrive in ascending positions, in memory that does not grow with their number: candidates
+// above a rising threshold are kept, and cut to the k best when there is no more room.
+class TopkStream {
+   public:
+    static int64_t capacity(int64_t k) { return 4 * k + 64 * LANES; }
+    static int64_t need(int64_t k) { return 2 * Scratch::need(topk_scratch(capacity(k))) + Scratch::need(capacity(k)); }
+
+    TopkStream(Scratch& scratch, int64_t k)
+        : k_(k), keys_(scratch.take<int32_t>(topk_scratch(capacity(k)))),
+          spare_(scratch.take<int32_t>(topk_scratch(capacity(k)))), positions_(scratch.take<int32_t>(capacity(k))) {
+        clear();
+    }
+
+    void clear() { count_ = 0, threshold_ = INT32_MIN; }
+
+    // Scores of positions first, first + 1, ... for V vectors; those in [low, high) count.
+    template <int V> GLM5_INLINE void push(const vf* scores, int64_t first, int64_t low, int64_t high) {
+        vi keys[V], better = {};
+        GLM5_UNROLL
+        for (int v = 0; v < V; v++) {
+            keys[v] = order_keys(scores[v]);
+            better |= keys[v] > threshold_;
+        }
+        if (!any_lane(better)) return;
+        int32_t lanes[V * LANES];
+        GLM5_UNROLL
+        for (int v = 0; v < V; v++) *(vi_loose*)(lanes + v * LANES) = keys[v];
+        low = low > first ? low : first, high = at_most(high, first + V * LANES);
+        for (int64_t s = low; s < high; s++) add(lanes[s - first], (int32_t)s);
+        if (count_ > capacity(k_) - 8 * LANES) cut();
+    }
+
+    // What another stream of earlier positions has kept is followed by what this one has.
+    void append(const int32_t* keys, const int32_t* positions, int64_t n) {
+        for (int64_t i = 0; i < n; i++) {
+            add(keys[i], positions[i]);
+            if (count_ > capacity(k_) - 8 * LANES) cut();
+        }
+    }
+
+    // Cuts to the k best; their number.
+    int64_t finish() {
+        if (count_ > k_) cut();
+        return count_;
+    }
+    const int32_t* keys() const { return keys_; }
+    const int32_t* positions() const { return positions_; }  // ascending
+
+   private:
+    GLM5_INLINE void add(int32_t key, int32_t position) {
+        keys_[count_] = key, positions_[count_] = position;
+        count_ += key > threshold_;
+    }
+
+    // A later position never replaces an equal key, so that only greater ones are candidates from here on.
+    void cut() {
+        pad_keys(keys_, count_);
+        threshold_ = kth_largest(keys_, spare_, count_, k_);
+        int64_t room = k_ - (threshold_ == INT32_MAX ? 0 : count_from(keys_, count_, threshold_ + 1)), kept = 0;
+        for (int64_t i = 0; i < count_; i++) {
+            int32_t key = keys_[i];
+            int64_t tied = key == threshold_ && room > 0;
+            keys_[kept] = key, positions_[kept] = positions_[i];
+            kept += tied | (key > threshold_);
+            room -= tied;
+        }
+        count_ = kept;
+    }
+
+    int64_t k_, count_;
+    int32_t threshold_;
+    int32_t *keys_, *spare_, *positions_;
+};
 
 }  // namespace

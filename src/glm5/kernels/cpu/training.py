@@ -62,6 +62,28 @@ class Rope(torch.autograd.Function):
         return dx, None, None, None
 
 
+class Swiglu(torch.autograd.Function):
+    """``apply(gate_up)``"""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        y = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        ctx.save_for_backward(gate_up)
+        native()["swiglu"](gate_up.data_ptr(), gate_up.shape[:-1].numel(), y.shape[-1], y.data_ptr(),
+                           torch.get_num_threads())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        gate_up, = ctx.saved_tensors
+        dgate_up, dy = torch.empty_like(gate_up), dy.contiguous()
+        native()["swiglu_backward"](gate_up.data_ptr(), dy.data_ptr(), dy.shape[:-1].numel(), dy.shape[-1],
+                                    dgate_up.data_ptr(), torch.get_num_threads())
+        return dgate_up
+
+
 class Experts(torch.autograd.Function):
     """``apply(x_MD, expert_ids_MA, weights_MA, gate_up_EGD, down_EDF)``"""
 
@@ -181,74 +203,6 @@ def select_topk(scores_BTS: Tensor, valid_BTS: Tensor, k: int) -> Tensor:
     return selected_BTS
 
 
-def select_positions(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, first_BT: Tensor, last_BT: Tensor,
-                     k: int) -> Tensor:
-    """``reference.select_positions`` in fp32; no gradient."""
-    q, keys, w = (x.detach().contiguous() for x in (q_BTJX, k_BSX, w_BTJ))
-    batches, queries, heads, dim = q.shape
-    first, last = (bound.to(torch.int32).expand(batches, queries).contiguous() for bound in (first_BT, last_BT))
-    positions_BTK = torch.empty((batches, queries, k), dtype=torch.int32)
-    native()["select_positions"](q.data_ptr(), keys.data_ptr(), w.data_ptr(), first.data_ptr(), last.data_ptr(),
-                                 batches, queries, keys.shape[1], heads, dim, scale, k, positions_BTK.data_ptr(),
-                                 torch.get_num_threads())
-    return positions_BTK
-
-
-class SelectedAttention(torch.autograd.Function):
-    """``apply(q_BTHK, k_BSHK, v_BSHV, positions_BTK, scale)`` -> output and targets; the targets carry no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, positions_BTK: Tensor,
-                scale: float) -> tuple[Tensor, Tensor]:
-        q, k, v = _elements(q_BTHK), _elements(k_BSHK), _elements(v_BSHV)
-        out_BTHV, log_sums_BTH = torch.empty((*q.shape[:3], v.shape[3])), torch.empty(q.shape[:3])
-        target_BTK = torch.empty(positions_BTK.shape)
-        native()["selected_attention"](*_lists(q, k, v, positions_BTK, scale), out_BTHV.data_ptr(),
-                                       log_sums_BTH.data_ptr(), target_BTK.data_ptr(), torch.get_num_threads())
-        ctx.save_for_backward(q, k, v, positions_BTK, out_BTHV, log_sums_BTH)
-        ctx.scale = scale
-        ctx.mark_non_differentiable(target_BTK)
-        return out_BTHV, target_BTK
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout_BTHV: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, positions_BTK, out_BTHV, log_sums_BTH = ctx.saved_tensors
-        dout_BTHV = dout_BTHV.contiguous()
-        dq, dk, dv = torch.empty(q.shape), torch.empty(k.shape), torch.empty(v.shape)
-        native()["selected_attention_backward"](*_lists(q, k, v, positions_BTK, ctx.scale), out_BTHV.data_ptr(),
-                                                log_sums_BTH.data_ptr(), dout_BTHV.data_ptr(), dq.data_ptr(),
-                                                dk.data_ptr(), dv.data_ptr(), torch.get_num_threads())
-        return dq, dk, dv, None, None
-
-
-class SelectedKl(torch.autograd.Function):
-    """``apply(q_BTJX, k_BSX, w_BTJ, scale, positions_BTK, target_BTK)``; the score gradient is formed in forward."""
-
-    @staticmethod
-    def forward(ctx: Any, q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, positions_BTK: Tensor,
-                target_BTK: Tensor) -> Tensor:
-        q, k, w, target_BTK = (x.contiguous() for x in (q_BTJX, k_BSX, w_BTJ, target_BTK))
-        losses_M, slope_BTK = torch.empty(q.shape[:2].numel()), torch.empty(target_BTK.shape)
-        rows = torch.empty((), dtype=torch.int64)
-        ctx.sizes, ctx.scale = (*q.shape[:2], k.shape[1], *q.shape[2:], positions_BTK.shape[2]), scale
-        native()["selected_kl"](q.data_ptr(), k.data_ptr(), w.data_ptr(), positions_BTK.data_ptr(),
-                                target_BTK.data_ptr(), *ctx.sizes, scale, losses_M.data_ptr(), slope_BTK.data_ptr(),
-                                rows.data_ptr(), torch.get_num_threads())
-        ctx.save_for_backward(q, k, w, positions_BTK, slope_BTK)
-        return losses_M.sum() / rows.clamp_min(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, w, positions_BTK, slope_BTK = ctx.saved_tensors
-        dq, dk, dw = torch.empty(q.shape), torch.empty(k.shape), torch.empty(w.shape)
-        native()["selected_kl_backward"](q.data_ptr(), k.data_ptr(), w.data_ptr(), positions_BTK.data_ptr(),
-                                         slope_BTK.data_ptr(), *ctx.sizes, ctx.scale, float(dloss), dq.data_ptr(),
-                                         dk.data_ptr(), dw.data_ptr(), torch.get_num_threads())
-        return dq, dk, dw, None, None, None
-
-
 def _elements(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -266,11 +220,3 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, mask_BTS: Tensor, scale: float) ->
     batches, queries, heads, dim = q.shape
     return (q.data_ptr(), *q.stride()[:3], k.data_ptr(), *k.stride()[:3], v.data_ptr(), *v.stride()[:3],
             *_mask_arguments(mask_BTS), batches, queries, k.shape[1], heads, dim, v.shape[3], scale)
-
-
-def _lists(q: Tensor, k: Tensor, v: Tensor, positions_BTK: Tensor, scale: float) -> tuple[int | float, ...]:
-    """The arguments that both functions of attention over lists share, in their C order."""
-    batches, queries, heads, dim = q.shape
-    return (q.data_ptr(), *q.stride()[:3], k.data_ptr(), *k.stride()[:3], v.data_ptr(), *v.stride()[:3],
-            positions_BTK.data_ptr(), positions_BTK.shape[2], batches, queries, k.shape[1], heads, dim, v.shape[3],
-            scale)
