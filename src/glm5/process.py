@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -150,6 +151,8 @@ def serve_app(app: Any, host: str = "127.0.0.1", port: int = 0, ready_file: Path
         write_atomic(ready_file, json.dumps({"url": url, "pid": os.getpid()}))
     settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=75,
                               timeout_graceful_shutdown=max(1, round(grace_s)), http=protocol, server_header=False)
+    gc.collect()
+    gc.freeze()  # modules and tables live as long as the process: the collector need not walk over them again
     Server(settings).run(sockets=[listener])
     error = failure()
     if error is not None:

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from glm5.dialects.protocol import ApiError
-from glm5.gateway.history import extend_chain, read_history, read_message
+from glm5.gateway.history import HistoryReader, extend_chain, read_message
 
 
 def chain_of(*messages, tools=None):
-    return read_history(list(messages), tools).chains[-1]
+    return HistoryReader().read(list(messages), tools).chains[-1]
 
 
 def call_message(arguments, call_id="call_1", **extra):
@@ -52,13 +52,13 @@ def test_declared_tools_are_part_of_the_history():
 
 def test_a_recorded_answer_extends_the_chain_as_the_client_sends_it_back():
     user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "yes "}
-    history = read_history([user], None)
+    history = HistoryReader().read([user], None)
     assert extend_chain(history.chains[-1], read_message(answer, "answer")) == chain_of(user, answer)
 
 
 def test_reasoning_is_kept_for_the_renderer_but_not_in_the_chain():
     with_reasoning = {"role": "assistant", "content": "yes", "reasoning_content": "because"}
-    history = read_history([with_reasoning], None)
+    history = HistoryReader().read([with_reasoning], None)
     assert history.messages[0]["reasoning_content"] == "because"
     assert history.chains[-1] == chain_of({"role": "assistant", "content": "yes"})
 
@@ -74,5 +74,5 @@ def test_reasoning_is_kept_for_the_renderer_but_not_in_the_chain():
     ([{"role": "assistant", "tool_calls": 7}], "messages[0].tool_calls")])
 def test_malformed_messages_are_named(messages, named):
     with pytest.raises(ApiError, match=named.replace("[", r"\[").replace("]", r"\]")) as caught:
-        read_history(messages, None)
+        HistoryReader().read(messages, None)
     assert caught.value.status == 400

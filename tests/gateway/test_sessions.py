@@ -4,7 +4,7 @@ import pytest
 
 from glm5.dialects.protocol import ApiError
 from glm5.errors import GatewayError
-from glm5.gateway.history import extend_chain, read_history, read_message
+from glm5.gateway.history import HistoryReader, extend_chain, read_message
 from glm5.gateway.sessions import Session, SessionSettings
 from glm5.gateway.tree import Node, Origin
 from glm5.records import SamplingParams
@@ -19,7 +19,7 @@ def new_session(**extra):
 
 def take_turn(session, tokenizer, messages, reply, tools=None, model="m"):
     """Plan and record one turn whose sampled text is ``reply``; the plan and the message that the client would get."""
-    history = read_history(messages, tools)
+    history = HistoryReader().read(messages, tools)
     origin = Origin.of(history, tools, True, model)
     plan = session.plan(history, origin, tools, tokenizer)
     role = session.role(plan, origin, history.system)

@@ -86,30 +86,6 @@ class Growth:
     """True when the part has just begun."""
 
 
-class _ObjectEnd:
-    """Finds the end of a JSON object that arrives in pieces."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_text = self._is_escaped = False
-
-    def feed(self, piece: str) -> bool:
-        """True when the object is complete after ``piece``."""
-        for character in piece:
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._in_text:
-                self._is_escaped = character == "\\"
-                self._in_text = character != '"'
-            elif character == '"':
-                self._in_text = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-        return self._depth == 0
-
-
 class Answer:
     """The parts of one generation, and how it ended."""
 
@@ -129,7 +105,7 @@ class Answer:
         """The stop id or stop string that ended the answer."""
         self.is_finished = False
         self._reason: Literal["stop", "length"] = "length"
-        self._call_end: _ObjectEnd | None = None
+        self._is_in_call = False
         self._held = ""
 
     @property
@@ -171,32 +147,30 @@ class Answer:
         if self._stop_text.matched is not None:
             self._reason, self.stop_reason = "stop", self._stop_text.matched
         self.is_finished = is_last or self._stop_text.matched is not None
-        growth = [item for delta in self._parse(text) for item in self._place(delta)]
-        return growth + self._release() if self.is_finished else growth
+        return [item for delta in self._parse(text) for item in self._place(delta)]
 
     def _parse(self, text: str) -> list[Delta]:
         if self._parser is None:
             return [Delta("content", text)] if text else []
-        deltas = self._parser.feed(text) if text else []
-        return deltas + self._parser.finish() if self.is_finished else deltas
+        if self.is_finished:
+            return self._parser.finish(text)
+        return self._parser.feed(text) if text else []
 
     def _place(self, delta: Delta) -> list[Growth]:
         if delta.kind == "tool_call_start":
-            growth = self._release()
-            self._call_end = _ObjectEnd()
-            return [*growth, Growth(self._add("call", delta.name or ""), "", is_first=True)]
+            self._is_in_call = True
+            return [Growth(self._add("call", delta.name or ""), "", is_first=True)]
         if delta.kind == "tool_call_arguments":
             growth = [self._grow("call", delta.text)]
-            assert self._call_end is not None, "arguments follow the start of their call"
-            return growth + self._release() if self._call_end.feed(delta.text) else growth
-        if self._call_end is not None:
+            return growth + self._release() if delta.ends_call else growth
+        if self._is_in_call:
             self._held += delta.text
             return []
         return [self._grow(delta.kind, delta.text)]
 
     def _release(self) -> list[Growth]:
         """The open call is over: give out what waited for its end."""
-        held, self._held, self._call_end = self._held, "", None
+        held, self._held, self._is_in_call = self._held, "", False
         return [self._grow("content", held)] if held else []
 
     def _add(self, kind: PartKind, name: str = "") -> Part:

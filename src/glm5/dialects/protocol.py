@@ -71,12 +71,14 @@ def dump(body: Any) -> bytes:
     A lone surrogate, which has no UTF-8 form, is written as its escape, and so are the characters beyond ASCII at
     which some readers of event streams end a line.
     """
-    text = json.dumps(body, ensure_ascii=False)
-    for character, escape in _LINE_ENDS.items():
-        text = text.replace(character, escape)
+    text = _JSON.encode(body)
+    if not text.isascii():
+        for character, escape in _LINE_ENDS.items():
+            text = text.replace(character, escape)
     return text.encode("utf-8", "backslashreplace")
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False)
 _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 

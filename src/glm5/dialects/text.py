@@ -39,6 +39,8 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What was held back: unfinished bytes read as U+FFFD."""
+        if not self._window:
+            return ""
         piece = self._tokenizer.decode(self._window)[self._sent :]
         self._window, self._sent = [], 0
         return piece

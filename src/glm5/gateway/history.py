@@ -60,20 +60,67 @@ class History:
         return any(message["role"] == "assistant" for message in self.messages)
 
 
-def read_history(raw: Any, declared_tools: Sequence[dict[str, Any]] | None) -> History:
-    """Normalise the ``messages`` of a request. Raises ApiError naming the message that is malformed."""
-    if not isinstance(raw, list) or not raw:
-        raise ApiError(400, "messages: expected a list with at least one message", param="messages")
-    try:
-        messages = [read_message(item, f"messages[{index}]") for index, item in enumerate(raw)]
-    except DataError as error:
-        raise ApiError(400, str(error), param="messages") from None
-    chain = digest(canonical_json(declared_tools or []))
-    chains = [chain]
-    for message in messages:
-        chain = extend_chain(chain, message)
-        chains.append(chain)
-    return History(messages, chains)
+class HistoryReader:
+    """Reads the histories of one session.
+
+    A turn sends everything again that the turns before it sent. What equals the beginning of a history that was read
+    lately is neither checked, normalised nor digested again, so a turn costs what is new in it.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[_Known] = []
+        """Read lately, one for each agent of the session that takes turns with the others; the latest is last."""
+
+    def read(self, raw: Any, declared_tools: Sequence[dict[str, Any]] | None) -> History:
+        """Normalise the ``messages`` of a request. Raises ApiError naming the message that is malformed."""
+        if not isinstance(raw, list) or not raw:
+            raise ApiError(400, "messages: expected a list with at least one message", param="messages")
+        count, known = max(((known.shared(raw), known) for known in self._known), key=lambda pair: pair[0],
+                           default=(0, _NOTHING))
+        new = raw[count:]
+        try:
+            added = [read_message(item, f"messages[{index}]") for index, item in enumerate(new, count)]
+        except DataError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        messages = [*known.history.messages[:count], *added]
+        tools = json.dumps(declared_tools)
+        chains = known.history.chains[: count + 1] if tools == known.tools else [
+            digest(canonical_json(declared_tools or []))]
+        for message in messages[len(chains) - 1 :]:
+            chains.append(extend_chain(chains[-1], message))
+        history = History(messages, chains)
+        if count == len(known.sent):
+            self._known = [item for item in self._known if item is not known]
+        sent = [*known.sent[:count], *(item if _is_told_by_equality(item) else _UNEQUAL for item in new)]
+        self._known = [*self._known[1 - _MAX_KNOWN :], _Known(sent, tools, history)]
+        return history
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """A history that was read."""
+
+    sent: list[Any]
+    """The messages as the client sent them."""
+    tools: str
+    """JSON of the declared tools."""
+    history: History
+
+    def shared(self, raw: list[Any]) -> int:
+        """Number of messages at the beginning of ``raw`` that are the same here."""
+        pairs = enumerate(zip(self.sent, raw, strict=False))
+        return next((index for index, (old, new) in pairs if old != new), min(len(self.sent), len(raw)))
+
+
+_MAX_KNOWN = 4
+_UNEQUAL = object()
+"""Stands for a message that must be read again."""
+_NOTHING = _Known([], "", History([], []))
+
+
+def _is_told_by_equality(raw: dict[str, Any]) -> bool:
+    """Whether equal messages read alike: parsed arguments do not, since Python takes 1 and true for equal."""
+    return all(isinstance(call["function"].get("arguments"), str) for call in raw.get("tool_calls") or ())
 
 
 def extend_chain(chain: bytes, message: dict[str, Any]) -> bytes:

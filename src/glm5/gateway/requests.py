@@ -19,7 +19,7 @@ from glm5.dialects.conversation import Conversation, Prompt
 from glm5.dialects.protocol import ApiError
 from glm5.dialects.responses import Remembered, ResponseFormat, parse_response
 from glm5.errors import DataError
-from glm5.gateway.history import digest, read_history
+from glm5.gateway.history import digest
 from glm5.gateway.sessions import Session
 from glm5.gateway.tree import Node, Origin, Plan, answer_token
 from glm5.records import TurnRole
@@ -101,7 +101,7 @@ class _Planner:
         _refuse_constraints(conversation)
         is_declared = self.session.settings.declare_tools
         declared = conversation.tools if is_declared else None
-        history = read_history(conversation.messages, declared)
+        history = self.session.reader.read(conversation.messages, declared)
         self.system, self.chain, self.num_messages = history.system, history.chains[-1], len(history.messages)
         self.origin = Origin.of(history, conversation.tools, is_declared, self.model)
         self.plan = self.session.plan(history, self.origin, declared, self.tokenizer)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from glm5.dialects.answer import Format
 from glm5.dialects.protocol import ApiError
 from glm5.errors import GatewayError
-from glm5.gateway.history import History
+from glm5.gateway.history import History, HistoryReader
 from glm5.gateway.tree import Node, Origin, Plan, changed, shared_length
 from glm5.records import SamplingParams, Turn, TurnRole
 from glm5.tokenizer.bpe import Tokenizer
@@ -88,6 +88,7 @@ class Session:
         self.settings = settings
         self.api_key = api_key
         self.deadline = deadline
+        self.reader = HistoryReader()
         self.nodes: list[Node] = []
         self.pending: dict[bytes, PendingCall] = {}
         self.main: Origin | None = None

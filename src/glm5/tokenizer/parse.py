@@ -31,6 +31,7 @@ from glm5.tokenizer.schema import ArgumentTypes, coerce
 DeltaKind = Literal["reasoning", "content", "tool_call_start", "tool_call_arguments"]
 
 STOP_TEXTS = ("<|endoftext|>", "<|user|>", "<|observation|>")
+_JSON = json.JSONEncoder(ensure_ascii=False)
 _RAW_KEY, _RAW_KEY_END, _RAW_VALUE, _RAW_VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _CALL, _CALL_END, _THINK, _THINK_END = "<tool_call>", "</tool_call>", "<think>", "</think>"
 
@@ -46,6 +47,8 @@ class Delta:
     """Number of the tool call, from 0; None for text."""
     name: str | None = None
     """Function name, on ``tool_call_start`` only."""
+    ends_call: bool = False
+    """Whether the arguments are complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +130,12 @@ class StreamParser:
         self._buffer += text[:kept]
         return self._run(final=False)
 
-    def finish(self) -> list[Delta]:
-        """The remaining deltas; closes an open call. The parser takes no more text."""
-        if self._held_stop not in STOP_TEXTS:
-            self._buffer += self._held_stop
+    def finish(self, piece: str = "") -> list[Delta]:
+        """The remaining deltas, those of a last ``piece`` included; closes an open call. The parser takes no more
+        text."""
+        text = self._held_stop + piece
+        stop = next((stop for stop in STOP_TEXTS if text.endswith(stop)), "")
+        self._buffer += text[: len(text) - len(stop)]
         self._held_stop = ""
         deltas = self._run(final=True)
         self._close_call()
@@ -258,7 +263,7 @@ class StreamParser:
             return
         opening = ", " if call.keys else "{"
         quote = '"' if call.types.is_text(call.key) else ""
-        self._emit_arguments(f"{opening}{json.dumps(call.key, ensure_ascii=False)}: {quote}")
+        self._emit_arguments(f"{opening}{_JSON.encode(call.key)}: {quote}")
 
     def _end_value(self, call: _Call) -> None:
         if call.key in call.keys:
@@ -267,7 +272,7 @@ class StreamParser:
             self._emit_arguments('"')
         else:
             value = coerce(call.value, call.types.of_key(call.key))
-            self._emit_arguments(json.dumps(value, ensure_ascii=False))
+            self._emit_arguments(_JSON.encode(value))
         call.keys.add(call.key)
 
     def _give_back_key(self, tag: str | None) -> None:
@@ -282,7 +287,8 @@ class StreamParser:
 
     def _close_call(self) -> None:
         if self._call is not None:
-            self._emit_arguments("}" if self._call.keys else "{}")
+            end = "}" if self._call.keys else "{}"
+            self._deltas.append(Delta("tool_call_arguments", end, self._call.index, ends_call=True))
             self._call = None
 
     def _open_call(self) -> _Call:
@@ -315,8 +321,7 @@ def parse_message(
     text: str, tools: Sequence[Mapping[str, Any]] | None = None, thinking: bool = True
 ) -> ParsedMessage:
     """The message that sampled ``text`` spells."""
-    parser = StreamParser(tools, thinking)
-    return join_deltas([*parser.feed(text), *parser.finish()])
+    return join_deltas(StreamParser(tools, thinking).finish(text))
 
 
 def join_deltas(deltas: Iterable[Delta]) -> ParsedMessage:
@@ -364,4 +369,4 @@ def _stop_suffix(text: str) -> int:
 
 def _json_characters(text: str) -> str:
     """``text`` as it stands between the quotes of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return _JSON.encode(text)[1:-1]
