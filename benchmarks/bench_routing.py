@@ -28,6 +28,7 @@ from pathlib import Path
 from glm5.errors import Glm5Error
 from glm5.eval.report import Row, results_object
 from glm5.gateway.router import LOAD_FACTOR, Router
+from glm5.gateway.tree import ids_text
 from glm5.gateway.upstream import EnginePool
 from glm5.process import spawn, stop, wait_ready
 from glm5.records import SamplingParams
@@ -126,7 +127,7 @@ async def play(engines: list[Rank], router: Router, name: str, sessions: int, tu
         played.appended += FIRST
         for turn in range(turns):
             sampling = SamplingParams(max_new_tokens=SAMPLED, stop_token_ids=(), seed=turn)
-            ids += (await pool.generate(session_id, ids, sampling)).output_ids
+            ids += (await pool.generate(session_id, ids_text(ids), sampling)).output_ids
             played.turns += 1
             loads = [router.num_sessions(url) for url in router.engine_urls if router.is_alive(url)]
             if sum(loads) == sessions:

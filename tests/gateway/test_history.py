@@ -76,3 +76,26 @@ def test_malformed_messages_are_named(messages, named):
     with pytest.raises(ApiError, match=named.replace("[", r"\[").replace("]", r"\]")) as caught:
         HistoryReader().read(messages, None)
     assert caught.value.status == 400
+
+
+def test_a_history_reads_the_same_after_others_as_alone():
+    system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "x"}
+    calls = [call_message(value) for value in ({"a": 1}, {"a": True}, {"a": 1.0}, '{"a": 1}', '{"a": true}')]
+    result = {"role": "tool", "content": [{"type": "text", "text": "done"}]}
+    tools = [{"type": "function", "function": {"name": "add", "strict": strict}} for strict in (True, 1)]
+    histories = [[system, user, call, result][:length] for call in calls for length in (2, 4, 3)]
+    histories += [[user], [system, {"role": "user", "content": "y"}], [system, user, {**user, "name": "n"}, user]]
+    reader = HistoryReader()
+    for declared in (None, tools[:1], tools[1:], None):
+        for messages in [*histories, *reversed(histories)]:
+            alone = HistoryReader().read(messages, declared)
+            assert reader.read(json.loads(json.dumps(messages)), declared) == alone
+
+
+def test_a_malformed_message_is_named_wherever_it_stands_and_changes_nothing():
+    user, reader = {"role": "user", "content": "x"}, HistoryReader()
+    known = reader.read([user, user], None)
+    for bad in (None, {**user, "role": "robot"}, {**user, "content": 3}):
+        with pytest.raises(ApiError, match=r"messages\[2\]"):
+            reader.read([user, user, bad], None)
+    assert reader.read([user, user], None) == known

@@ -9,6 +9,7 @@ import pytest
 from glm5.dialects.protocol import ApiError
 from glm5.errors import ServiceError
 from glm5.gateway.router import Router
+from glm5.gateway.tree import ids_text
 from glm5.gateway.upstream import EnginePool, with_limit
 from glm5.process import bind
 from glm5.records import SamplingParams
@@ -22,7 +23,7 @@ def generate(urls, prompt_ids, timeout_s=5.0):
     async def call():
         pool = EnginePool(Router(urls), timeout_s)
         try:
-            return await asyncio.create_task(pool.generate("s", prompt_ids, SAMPLING)), pool.stats()
+            return await asyncio.create_task(pool.generate("s", ids_text(prompt_ids), SAMPLING)), pool.stats()
         finally:
             pool.close()
     return asyncio.run(call())
@@ -98,7 +99,7 @@ def test_calls_are_taken_away_from_an_engine_that_hangs_when_another_lives(engin
         pool = EnginePool(router, 20.0)
         session = next(name for name in map(str, range(100)) if Router([hung, engine.url]).choose(name) == hung)
         health = asyncio.create_task(pool.check_health())
-        generation = await asyncio.create_task(pool.generate(session, [], SAMPLING))
+        generation = await asyncio.create_task(pool.generate(session, "", SAMPLING))
         health.cancel()
         await asyncio.gather(health, return_exceptions=True)
         pool.close()

@@ -107,14 +107,15 @@ def check_messages(messages: list[Any]) -> list[dict[str, Any]]:
             raise ApiError(400, f"messages[{index}]: expected an object", "invalid_type", "messages")
         if not isinstance(message.get("role"), str):
             raise ApiError(400, f"messages[{index}].role: expected a string", "invalid_type", "messages")
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(
-            isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+        calls = message.get("tool_calls")
+        if calls and not (
+            isinstance(calls, list)
+            and all(isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls)
         ):
             raise ApiError(
                 400, f"messages[{index}].tool_calls: expected a list of function calls", "invalid_type", "messages"
             )
-        if "reasoning_content" not in message and isinstance(message.get("reasoning"), str):
+        if isinstance(message.get("reasoning"), str) and "reasoning_content" not in message:
             message = {**message, "reasoning_content": message["reasoning"]}
         checked.append(message)
     return checked

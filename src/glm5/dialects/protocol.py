@@ -146,8 +146,7 @@ SAMPLING_FIELDS: dict[str, type] = {
 
 def sampling(data: dict[str, Any], **rest: Any) -> SamplingParams:
     """The fields that have one name in every dialect, read from ``data``, and ``rest``. The engine checks ranges."""
-    values = {name: field(data, name, kind) for name, kind in SAMPLING_FIELDS.items()}
-    given = {name: value for name, value in values.items() if value is not None}
+    given = {name: field(data, name, kind) for name, kind in SAMPLING_FIELDS.items() if data.get(name) is not None}
     return SamplingParams(**given, logit_bias=_logit_bias(field(data, "logit_bias", dict, {})), **rest)
 
 

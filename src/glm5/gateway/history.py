@@ -91,8 +91,7 @@ class HistoryReader:
         history = History(messages, chains)
         if count == len(known.sent):
             self._known = [item for item in self._known if item is not known]
-        sent = [*known.sent[:count], *(item if _is_told_by_equality(item) else _UNEQUAL for item in new)]
-        self._known = [*self._known[1 - _MAX_KNOWN :], _Known(sent, tools, history)]
+        self._known = [*self._known[1 - _MAX_KNOWN :], _Known([*known.sent[:count], *new], tools, history)]
         return history
 
 
@@ -100,7 +99,7 @@ class HistoryReader:
 class _Known:
     """A history that was read."""
 
-    sent: list[Any]
+    sent: list[dict[str, Any]]
     """The messages as the client sent them."""
     tools: str
     """JSON of the declared tools."""
@@ -109,18 +108,16 @@ class _Known:
     def shared(self, raw: list[Any]) -> int:
         """Number of messages at the beginning of ``raw`` that are the same here."""
         pairs = enumerate(zip(self.sent, raw, strict=False))
-        return next((index for index, (old, new) in pairs if old != new), min(len(self.sent), len(raw)))
+        return next((index for index, (old, new) in pairs if not _is_same(old, new)), min(len(self.sent), len(raw)))
 
 
 _MAX_KNOWN = 4
-_UNEQUAL = object()
-"""Stands for a message that must be read again."""
 _NOTHING = _Known([], "", History([], []))
 
 
-def _is_told_by_equality(raw: dict[str, Any]) -> bool:
-    """Whether equal messages read alike: parsed arguments do not, since Python takes 1 and true for equal."""
-    return all(isinstance(call["function"].get("arguments"), str) for call in raw.get("tool_calls") or ())
+def _is_same(old: dict[str, Any], new: Any) -> bool:
+    """Whether two messages read alike. Their calls are also compared as text: Python takes 1 and true for equal."""
+    return old == new and ("tool_calls" not in old or repr(old["tool_calls"]) == repr(new["tool_calls"]))
 
 
 def extend_chain(chain: bytes, message: dict[str, Any]) -> bytes:

@@ -92,7 +92,7 @@ class Recorder:
                      f"{len(prompt_ids)} tokens > {max_context} maximum)", "context_length_exceeded", "messages")
         limit = session.remaining_tokens(room, call.form.request.params.max_new_tokens)
         sampling = with_limit(settings.sampling, limit, self._tokenizer.stop_ids, call.number)
-        return await self._pool.generate(session_id, prompt_ids, sampling)
+        return await self._pool.generate(session_id, call.plan.prompt_text(), sampling)
 
 
 def _node(call: Call, generation: Generation, message: dict[str, Any], digest: bytes) -> Node:

@@ -29,8 +29,8 @@ length, not to its square.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from glm5.gateway.history import History, canonical_json, digest
@@ -103,6 +103,7 @@ class Node:
     """The client went away before the answer was sent. Never continued, never exported."""
     start: int = 0
     """Number of ids before ``tail_ids``; derived."""
+    _text: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self.start = self.parent.length if self.parent is not None and self.kind == "extend" else 0
@@ -136,6 +137,11 @@ class Node:
     def ids(self) -> list[int]:
         """Prompt and output ids."""
         return self.prompt_ids() + self.output_ids
+
+    def ids_text(self) -> str:
+        """``tail_ids`` and ``output_ids`` as ``ids_text`` writes them. Kept, since every later turn sends them again."""
+        self._text = self._text or ids_text(self.tail_ids + self.output_ids)
+        return self._text
 
     def visible_ids(self) -> list[int]:
         """Prompt and output ids without the stop id, which the client of raw text does not see."""
@@ -178,6 +184,21 @@ class Plan:
         if self.parent is None or self.kind != "extend":
             return self.prompt_ids
         return self.prompt_ids[self.parent.length:]
+
+    def prompt_text(self) -> str:
+        """``prompt_ids`` as ``ids_text`` writes them."""
+        known = self.parent.path() if self.parent is not None and self.kind == "extend" else []
+        return join_ids_texts([*(node.ids_text() for node in known), ids_text(self.tail_ids)])
+
+
+def ids_text(ids: list[int]) -> str:
+    """Ids as they stand between the brackets of a JSON list."""
+    return str(ids)[1:-1]
+
+
+def join_ids_texts(texts: Iterable[str]) -> str:
+    """The text of lists of ids one after the other."""
+    return ", ".join(text for text in texts if text)
 
 
 def answer_token(turn_id: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 from glm5.dialects.protocol import ApiError
 from glm5.gateway.router import Router
+from glm5.gateway.tree import ids_text, join_ids_texts
 from glm5.records import FinishReason, SamplingParams
 from glm5.wire import ConnectFailure, HttpClient, Response, split_url
 
@@ -67,11 +68,11 @@ class EnginePool:
         """Close all connections."""
         self._client.close()
 
-    async def generate(self, session_id: str, prompt_ids: list[int], sampling: SamplingParams) -> Generation:
-        """Sample a continuation. Must run in a task of its own. Raises ApiError: 400 when the engine refuses the
+    async def generate(self, session_id: str, prompt: str, sampling: SamplingParams) -> Generation:
+        """Sample a continuation of ``prompt``, an ``ids_text``. Must run in a task of its own. Raises ApiError: 400 when the engine refuses the
         prompt, 502 when it answers nonsense, 503 at the deadline."""
         deadline = asyncio.get_running_loop().time() + self.timeout_s
-        body = _generate_body(session_id, prompt_ids, sampling)
+        body = _generate_body(session_id, prompt, sampling)
         answer = await self._call(session_id, "POST", "/generate", body, deadline)
         whole = _read_generation(answer, sampling.max_new_tokens)
         while whole.finish_reason == "abort":
@@ -80,7 +81,7 @@ class EnginePool:
                 return replace(whole, finish_reason="length")
             seed = None if sampling.seed is None else sampling.seed + _SEED_STRIDE * known
             rest = replace(sampling, max_new_tokens=sampling.max_new_tokens - known, seed=seed)
-            body = _generate_body(session_id, prompt_ids + whole.output_ids, rest)
+            body = _generate_body(session_id, join_ids_texts((prompt, ids_text(whole.output_ids))), rest)
             answer = await self._call(session_id, "POST", "/generate", body, deadline)
             whole = whole.followed_by(_read_generation(answer, rest.max_new_tokens))
         return whole
@@ -196,13 +197,14 @@ class EnginePool:
             task.cancel()
 
 
-def _generate_body(session_id: str, prompt_ids: list[int], sampling: SamplingParams) -> bytes:
-    return json.dumps({
-        "input_ids": prompt_ids, "return_logprob": True, "stream": False, "session_id": session_id,
+def _generate_body(session_id: str, prompt: str, sampling: SamplingParams) -> bytes:
+    rest = json.dumps({
+        "return_logprob": True, "stream": False, "session_id": session_id,
         "sampling_params": {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
             "max_new_tokens": sampling.max_new_tokens, "stop_token_ids": sampling.stop_token_ids,
-            "seed": sampling.seed}}).encode()
+            "seed": sampling.seed}})
+    return f'{{"input_ids": [{prompt}], {rest[1:]}'.encode()
 
 
 def with_limit(sampling: SamplingParams, max_new_tokens: int, default_stop_ids: tuple[int, ...],
