@@ -1,5 +1,7 @@
 """Planning: which ids a request becomes and where it attaches."""
 
+import json
+
 import pytest
 
 from glm5.dialects.protocol import ApiError
@@ -32,7 +34,7 @@ def take_turn(session, tokenizer, messages, reply, tools=None, model="m"):
                 num_messages=len(messages) + 1, digest=str(messages).encode(),
                 reasoning=parsed.reasoning.strip(), origin=origin, role=role, reason=plan.reason)
     session.add(node)
-    assert node.prompt_ids() == plan.prompt_ids
+    assert node.prompt_ids() == plan.prompt_ids == json.loads(f"[{plan.prompt_text()}]")
     return plan, message
 
 

@@ -112,6 +112,8 @@ def test_any_text_in_any_pieces_gives_the_same_message_and_valid_json(text, cuts
             index: json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
             for index, call in enumerate(whole.tool_calls)
         }
+        last = {delta.index: delta for delta in deltas if delta.kind == "tool_call_arguments"}
+        assert [delta for delta in deltas if delta.ends_call] == list(last.values())
 
 
 @settings(max_examples=300)

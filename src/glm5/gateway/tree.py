@@ -139,7 +139,7 @@ class Node:
         return self.prompt_ids() + self.output_ids
 
     def ids_text(self) -> str:
-        """``tail_ids`` and ``output_ids`` as ``ids_text`` writes them. Kept, since every later turn sends them again."""
+        """``tail_ids`` and ``output_ids`` as the function writes them; kept: later turns send them again."""
         self._text = self._text or ids_text(self.tail_ids + self.output_ids)
         return self._text
 

@@ -69,8 +69,8 @@ class EnginePool:
         self._client.close()
 
     async def generate(self, session_id: str, prompt: str, sampling: SamplingParams) -> Generation:
-        """Sample a continuation of ``prompt``, an ``ids_text``. Must run in a task of its own. Raises ApiError: 400 when the engine refuses the
-        prompt, 502 when it answers nonsense, 503 at the deadline."""
+        """Sample a continuation of ``prompt``, the text of its ids (``tree.ids_text``). Must run in a task of its own.
+        Raises ApiError: 400 when the engine refuses the prompt, 502 when it answers nonsense, 503 at the deadline."""
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         body = _generate_body(session_id, prompt, sampling)
         answer = await self._call(session_id, "POST", "/generate", body, deadline)
