@@ -26,6 +26,8 @@ from glm5.runlog import remove_leftovers, write_atomic
 
 PARENT_VARIABLE = "GLM5_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
+_YOUNG_OBJECTS = 10_000
+"""New objects after which the collector looks for cycles; Python's own default is 700."""
 
 
 def die_with_parent() -> None:
@@ -151,12 +153,19 @@ def serve_app(app: Any, host: str = "127.0.0.1", port: int = 0, ready_file: Path
         write_atomic(ready_file, json.dumps({"url": url, "pid": os.getpid()}))
     settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=75,
                               timeout_graceful_shutdown=max(1, round(grace_s)), http=protocol, server_header=False)
-    gc.collect()
-    gc.freeze()  # modules and tables live as long as the process: the collector need not walk over them again
+    _settle_collector()
     Server(settings).run(sockets=[listener])
     error = failure()
     if error is not None:
         raise error
+
+
+def _settle_collector() -> None:
+    """Spare a service the search for cycles in what is none: modules and tables, which live as long as the process,
+    and the thousands of objects that one JSON body consists of."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS)
 
 
 def last_line(path: Path) -> str:
