@@ -284,7 +284,7 @@ def _steps_together() -> None:
     """Steps of one process among those that ``torchrun`` started; the first tells the speed of all."""
     torch.set_num_threads(1)
     config = shapes()["5M"]
-    with connect(ParallelConfig(), HOST.type) as layout:
+    with connect(ParallelConfig(), HOST) as layout:
         model = GlmMoeDsaForCausalLM(config, generator=torch.Generator().manual_seed(0))
         spread = Spread(model, layout, ParallelConfig())
         optimizer = spread.optimizer(OptimizerConfig())
