@@ -49,6 +49,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="SIGKILLs and SIGINTs per step")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     options = parser.parse_args()
+    # Started in the background by a shell, this process ignores SIGINT, and so would the runs, which inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="glm5-kill-resume-") as directory:
         reference, killed = (_pipeline(Path(directory) / name) for name in ("reference", "killed"))
         finish(reference)

@@ -10,7 +10,7 @@ Sections, each by the name of its rows:
 - ``tokens_per_s.SIZE``: all losses (MTP and indexers too), Muon, for models of 1M to 100M parameters.
 - ``train.sparse.16384.…``: a step of the dsa-sparse stage on one document of 16,384 tokens, nano preset; time per
   token over that of one document of 4,096.
-- ``train.scaling.2``: tokens per second of two processes (FSDP2 over gloo, started by ``torchrun``) over those of one;
+- ``train.scaling.2``: tokens per second of two processes (FSDP2, started by ``torchrun``) over those of one;
   5M model, all losses, Muon, eight rows of 512 tokens a step, one thread per process.
 
 Run on an idle machine: times are wall times.
@@ -36,6 +36,7 @@ import torch
 
 from glm5.data.packing import Batch, collate, make_row
 from glm5.data.sources import read_documents
+from glm5.device import HOST
 from glm5.errors import ConfigError
 from glm5.model.checkpoint import load_model, save_model
 from glm5.model.config import ModelConfig, preset
@@ -283,7 +284,7 @@ def _steps_together() -> None:
     """Steps of one process among those that ``torchrun`` started; the first tells the speed of all."""
     torch.set_num_threads(1)
     config = shapes()["5M"]
-    with connect(ParallelConfig(), "cpu") as layout:
+    with connect(ParallelConfig(), HOST) as layout:
         model = GlmMoeDsaForCausalLM(config, generator=torch.Generator().manual_seed(0))
         spread = Spread(model, layout, ParallelConfig())
         optimizer = spread.optimizer(OptimizerConfig())
