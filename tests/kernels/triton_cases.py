@@ -112,7 +112,8 @@ def selection(device: torch.device) -> None:
             got_MK = dispatch.ragged_select(*(x.to(device) if isinstance(x, Tensor) else x for x in arguments))
         want_MK = reference.ragged_select(*arguments)
         assert got_MK is not None and want_MK is not None and torch.equal(got_MK.cpu(), want_MK)
-    first_BT, last_BT = torch.tensor([[0, 20, 1, 0, 11]]).expand(2, -1), torch.tensor([[40, 33, 3, 0, 20]]).expand(2, -1)
+    first_BT = torch.tensor([[0, 20, 1, 0, 11]]).expand(2, -1)
+    last_BT = torch.tensor([[40, 33, 3, 0, 20]]).expand(2, -1)
     selection = (iq_MJX.expand(2, -1, -1, -1), keys_PSX, iw_MJ.expand(2, -1, -1), 0.5, first_BT, last_BT, 6)
     with dispatch.prefer("triton"):
         got_BTK = dispatch.select_positions(*(x.to(device) if isinstance(x, Tensor) else x for x in selection))

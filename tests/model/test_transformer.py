@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from glm5.kernels import dispatch
 from glm5.model import layers
 from glm5.model.cache import KeyCache
 from glm5.model.mla import AttentionMode, RaggedStep
@@ -27,7 +28,11 @@ def test_sparse_equals_dense_while_the_context_fits_in_index_topk() -> None:
     model = tiny_model()
     ids = random_ids(2, 40)
     sparse, dense = model(ids).logits, model(ids, attention="dense").logits
-    assert (sparse - dense)[:, :16].abs().max() <= 1e-5
+    # The absorbed form multiplies in another order than the expanded one; in double precision they are equal.
+    assert (sparse - dense)[:, :16].abs().max() <= 5e-6 * dense.abs().max()
+    exact = tiny_model().double()
+    with dispatch.prefer("reference"):
+        assert (exact(ids).logits - exact(ids, attention="dense").logits)[:, :16].abs().max() <= 1e-12
     assert (sparse - dense)[:, 20:].abs().max() > 0.1
     assert torch.equal(model(ids[:, :16]).logits, model(ids[:, :16], attention="dense").logits)
 

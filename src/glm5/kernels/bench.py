@@ -344,7 +344,8 @@ def _comparison(kind: str, topk: int, length: int, times: dict[str, list[float]]
         ratio, goal = _median_ratio(native, sparse), NATIVE_SHARE * allowed
         rows += [_row(f"{name}.vs_native_dense", ratio, "x", n=n, baseline=f"counts allow {allowed:.2f}", goal=goal,
                       met=ratio >= goal),
-                 _row(f"{name}.ceiling_share.native_dense", limits["native_dense"] / statistics.median(native), "share")]
+                 _row(f"{name}.ceiling_share.native_dense", limits["native_dense"] / statistics.median(native),
+                      "share")]
     share = limits[f"k{topk}"] / statistics.median(sparse)
     goals = {"goal": CEILING_SHARE, "met": share >= CEILING_SHARE} if length >= LONG else {}
     return [*rows, _row(f"{name}.ceiling_share", share, "share", **goals)]
@@ -372,4 +373,5 @@ def _median_ratio(baseline: Sequence[float], candidate: Sequence[float]) -> floa
 
 def _row(name: str, value: float | None, unit: str, **rest: Any) -> dict[str, Any]:
     rounded = value if value is None else float(f"{value:.4g}")
-    return {"name": name, "value": rounded, "unit": unit, **{key: item for key, item in rest.items() if item is not None}}
+    known = {key: item for key, item in rest.items() if item is not None}
+    return {"name": name, "value": rounded, "unit": unit, **known}

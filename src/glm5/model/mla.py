@@ -9,8 +9,8 @@ Gradient rules: the indexer sees detached inputs, selection carries no gradient,
 compares its scores with the layer's own attention, detached. So the language-model loss never reaches the indexer and
 the indexer loss reaches nothing else.
 
-Where the kernels prefer it, sparse attention works on lists of selected keys. Otherwise it is expanded and queries are processed span by
-span (``PackedRows.spans``) under masks. In long rows each span is recomputed in the backward pass, so
+Where the kernels prefer it, sparse attention works on lists of selected keys. Otherwise it is expanded and queries are
+processed span by span (``PackedRows.spans``) under masks. In long rows each span is recomputed in the backward pass, so
 that no tensor of size [B, H, T, T] is ever alive.
 
 Letters: B batch, T queries, S keys, M flattened tokens, P cache blocks, U slots, Z blocks of a slot, D hidden, H heads,

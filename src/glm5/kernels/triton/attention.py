@@ -283,8 +283,8 @@ def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths
     lists_MK = rows_MK.where(positions_MK >= 0, -1).to(torch.int32).contiguous()
     entries_SK = latent_PSK.flatten(0, 1).to(q_MHK.dtype)
     with torch.no_grad():
-        return _attend(q_MHK.contiguous(), entries_SK, torch.zeros_like(slots_M).long(), lists_MK, list_counts(lists_MK),
-                       scale, kv_lora_rank)[0]
+        return _attend(q_MHK.contiguous(), entries_SK, torch.zeros_like(slots_M).long(), lists_MK,
+                       list_counts(lists_MK), scale, kv_lora_rank)[0]
 
 
 def block_table(cache: Tensor, table_UZ: Tensor | None) -> Tensor:

@@ -40,7 +40,7 @@ def _scores(
     H: tl.constexpr,
     N: tl.constexpr,
 ):
-    """out[m, s] for N keys of one query; -inf outside [starts[m], lengths[m]). table [slots, blocks]: see ``reference``."""
+    """out[m, s] for N keys of one query; -inf outside [starts[m], lengths[m]). table: [slots, blocks] of ``reference``."""
     m, s = tl.program_id(0).to(tl.int64), tl.program_id(1) * N + tl.arange(0, N)
     d = tl.arange(0, PX)
     visible = (s >= tl.load(starts + m)) & (s < tl.load(lengths + m))
@@ -109,7 +109,8 @@ def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M
     if index_topk <= 0 or not lengths_M.numel() or int(lengths_M.max()) <= index_topk:
         return None
     bounds = torch.zeros_like(lengths_M), lengths_M
-    return _selection(iq_MJX, index_keys_PSX, iw_MJ, slots_M, *bounds, index_topk, 1.0, block_table(index_keys_PSX, table_UZ))
+    table_UZ = block_table(index_keys_PSX, table_UZ)
+    return _selection(iq_MJX, index_keys_PSX, iw_MJ, slots_M, *bounds, index_topk, 1.0, table_UZ)
 
 
 def select_positions(q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, scale: float, first_BT: Tensor, last_BT: Tensor,
