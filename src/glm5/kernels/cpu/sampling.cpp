@@ -52,7 +52,7 @@ struct Cut {
 static Cut cut_count(const Row& row, int64_t k) {
     int32_t low = INT32_MIN, high = INT32_MAX;  // largest t with count(>= t) >= k
     while (low < high) {
-        int32_t middle = (int32_t)(low + ((uint32_t)high - (uint32_t)low + 1) / 2);
+        int32_t middle = (int32_t)(low + ((int64_t)high - low + 1) / 2);  // 64 bits: all keys together overflow 32
         int64_t count;
         row.mass(middle, &count);
         if (count >= k) low = middle;
