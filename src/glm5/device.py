@@ -113,6 +113,11 @@ def has_integer_product(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def has_triton(device: torch.device) -> bool:
+    """Whether the Triton kernels run on ``device``."""
+    return device.type == "cuda"
+
+
 def is_lost_peer(error: RuntimeError) -> bool:
     """Whether a communication library says by ``error`` that another process died or passed the deadline."""
     import torch.distributed as dist

@@ -11,10 +11,9 @@ import torch
 from glm5.engine.config import EngineConfig
 from glm5.engine.drafting import DraftControl
 from glm5.engine.engine import Engine
-from glm5.engine.requests import Completion
 from glm5.errors import ConfigError
 from glm5.model.transformer import GlmMoeDsaForCausalLM
-from glm5.records import SamplingParams
+from glm5.records import Completion, SamplingParams
 
 from .conftest import MakeEngine, make_model
 from .test_engine import WAIT_S, cache_bytes, prompts, results

@@ -316,9 +316,9 @@ def test_a_call_that_runs_when_its_session_is_finished_ends(agent, script, engin
 
 def test_sessions_expire(agent, script):
     script("seven<|user|>")
-    client = agent(ttl_s=0.5)
+    client = agent(ttl_s=2)
     client.reply([USER])
-    wait_for(lambda: client.chat([USER]).status_code == 410, 5)
+    wait_for(lambda: client.chat([USER]).status_code == 410, 10)
     assert client.finish().json()["error"]["code"] == "session_expired"
 
 

@@ -261,7 +261,7 @@ def test_layers_run_one_by_one_and_a_shared_layer_without_a_selection_is_refused
     cache = KeyCache(model.config, 1, 40)
     places = torch.arange(40), torch.zeros(40, dtype=torch.long)
     step = RaggedStep(*model._rotary(places[0], torch.float32), places[1], places[0] + 1, places[0], cache.table_UZ,
-                      True)
+                      None, True)
     with pytest.raises(ValueError, match="no indexer and got no selection"):
         model.model.layers[1].ragged(first.hidden_BTD[0], step, *cache.layer(1), ())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from model.tiny import random_ids, tiny_model
 
-from glm5.model.cache import SlotCache
+from glm5.model.cache import KeyCache
 from glm5.model.checkpoint import load_model, save_model
 from glm5.model.indexer import Indexer
 from glm5.model.mla import MultiHeadLatentAttention
@@ -123,7 +123,7 @@ def test_prefill_chunks_and_decoded_tokens_equal_the_cached_steps_of_transformer
     model = tiny_model(num_hidden_layers=4, indexer_types=SHARED)
     theirs = in_transformers(model, tmp_path / "model")
     ids = random_ids(1, LENGTH)
-    cache, past, ours, others = SlotCache(model.config, 1, LENGTH), DynamicCache(config=theirs.config), [], []
+    cache, past, ours, others = KeyCache(model.config, 1, LENGTH), DynamicCache(config=theirs.config), [], []
     for start, stop in ((0, 20), (20, 21), (21, 22), (22, 25), (25, 40), (40, 41), (41, 45), (45, LENGTH)):
         positions = torch.arange(start, stop)
         ours.append(model.ragged(ids[0, start:stop], positions, torch.zeros_like(positions), cache))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm5.device import HOST
 from glm5.engine.config import EngineConfig
 from glm5.engine.drafting import Drafter
 from glm5.engine.edits import LogitEdits, needs_edits
@@ -125,7 +126,7 @@ class Runner:
         """
         for copy in plan.copies:
             self._keys.copy_block(copy.source, copy.target)
-        if self._keys.table_UZ.device.type != "cpu":
+        if self._keys.table_UZ.device.type != HOST:
             self._keys.table_UZ.copy_(torch.from_numpy(self._cache.table_UZ))
         slots = self._slots_of(plan.decode)
         if self.drafter is None and not plan.prefill:

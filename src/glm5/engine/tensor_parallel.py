@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from glm5.device import collective_backend
 from glm5.errors import ConfigError
 from glm5.model.cache import KeyCache
 from glm5.model.mla import MultiHeadLatentAttention
@@ -37,7 +38,7 @@ def world_size() -> int:
 def join(model: GlmMoeDsaForCausalLM) -> LedModel | None:
     """Take this process's share of ``model``. The first process gets the model to run; the others work until the
     first is done and then get None. Raises ConfigError when heads or experts cannot be divided."""
-    dist.init_process_group("gloo", timeout=_IDLE)
+    dist.init_process_group(collective_backend(model.lm_head.weight.device), timeout=_IDLE)
     divide(model, dist.get_rank(), dist.get_world_size())
     if dist.get_rank() == 0:
         return LedModel(model)

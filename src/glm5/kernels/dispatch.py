@@ -1,8 +1,8 @@
 """One function per operation: picks the fastest form for the device, type and size at hand.
 
 The contract of every operation is its docstring in ``reference``. On a CPU in fp32 (and over bf16 caches) the native
-form runs, up to the sizes where PyTorch's own kernels overtake it; on a CUDA device the Triton form; everything else
-runs ``fused`` or ``reference``. The crossovers were measured with ``benchmarks/bench_kernels.py --crossovers``. A
+form runs, up to the sizes where PyTorch's own kernels overtake it; where Triton compiles for the device, its form;
+everything else runs ``fused`` or ``reference``. The crossovers were measured with ``benchmarks/bench_kernels.py --crossovers``. A
 missing native library or Triton is a ``KernelError``, not a slower form. ``prefer`` overrules the choice in a block.
 """
 
@@ -17,6 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from glm5.device import has_triton
 from glm5.errors import ConfigError, KernelError
 from glm5.kernels import fused, reference
 from glm5.kernels.cpu import inference, sparse, training
@@ -235,7 +236,7 @@ def _native_cache(cache: Tensor) -> bool:
 
 
 def _uses_triton(x: Tensor) -> bool:
-    return _FORM.get() == "triton" or (x.is_cuda and _FORM.get() == "auto")
+    return _FORM.get() == "triton" or (not x.is_cpu and _FORM.get() == "auto" and has_triton(x.device))
 
 
 def _triton(module: str) -> ModuleType:

@@ -241,7 +241,8 @@ def _cache_rows(cache: Tensor, table_UZ: Tensor | None, slots_M: Tensor, lengths
     positions_S = torch.arange(longest, device=cache.device)
     blocks_US = torch.arange(cache.shape[0], device=cache.device)[:, None] if table_UZ is None else table_UZ.long()
     size = cache.shape[1]
-    rows_MS = blocks_US[slots_M.long()][:, positions_S // size] * size + positions_S % size
+    number_S = positions_S // size
+    rows_MS = (blocks_US[slots_M.long()][:, number_S] - number_S) * size + positions_S
     return rows_MS.where(positions_S < lengths_M[:, None], 0)
 
 

@@ -217,7 +217,9 @@ class MultiHeadLatentAttention(nn.Module):
             assert index is not None and self.indexer is not None
             positions_BTK = dispatch.select_positions(index[0], index[2], index[1], self.indexer.scale,
                                                       *packed.visible_keys(), self.index_topk)
-        up_HEC = self.kv_b_proj.weight.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
+        # By a product with the unit matrix, because a weight that is sharded is whole only while its module runs.
+        unit_CC = torch.eye(self.latent_dim, dtype=q_BTHK.dtype, device=q_BTHK.device)
+        up_HEC = self.kv_b_proj(unit_CC).T.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
         absorbed_BTHC = torch.einsum("bthn,hnc->bthc", q_BTHK[..., : self.nope_dim], up_HEC[:, : self.nope_dim])
         q_BTHK = torch.cat([absorbed_BTHC, q_BTHK[..., self.nope_dim :]], dim=-1)
         out_BTHC = dispatch.sparse_attention(q_BTHK, keys_BSK, positions_BTK, self.scale, self.latent_dim)

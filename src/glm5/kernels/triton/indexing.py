@@ -40,7 +40,7 @@ def _scores(
     H: tl.constexpr,
     N: tl.constexpr,
 ):
-    """out[m, s] for N keys of one query; -inf outside [starts[m], lengths[m]). table: [slots, blocks]: ``reference``."""
+    """out[m, s] for N keys of one query; -inf outside [starts[m], lengths[m]). table: [slots, blocks], block ids."""
     m, s = tl.program_id(0).to(tl.int64), tl.program_id(1) * N + tl.arange(0, N)
     d = tl.arange(0, PX)
     visible = (s >= tl.load(starts + m)) & (s < tl.load(lengths + m))
