@@ -23,7 +23,7 @@ sandbox:
 	-@scripts/sandbox
 
 test: .venv/.test-ready sandbox
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n auto --dist loadfile
 
 check: .venv/.test-ready
 	.venv/bin/ruff check src tests benchmarks setup.py

@@ -23,7 +23,7 @@ def copied_package(tmp_path: Path, with_library: bool) -> Path:
     target = tmp_path / "src"
     left_out = shutil.ignore_patterns("__pycache__", *(() if with_library else ("_native*",)))
     shutil.copytree(SOURCE / "glm5" / "kernels", target / "glm5" / "kernels", ignore=left_out)
-    for name in ("__init__.py", "errors.py"):
+    for name in ("__init__.py", "errors.py", "device.py"):
         shutil.copy(SOURCE / "glm5" / name, target / "glm5" / name)
     return target
 

@@ -2,8 +2,9 @@
 
 The contract of every operation is its docstring in ``reference``. On a CPU in fp32 (and over bf16 caches) the native
 form runs, up to the sizes where PyTorch's own kernels overtake it; where Triton compiles for the device, its form;
-everything else runs ``fused`` or ``reference``. The crossovers were measured with ``benchmarks/bench_kernels.py --crossovers``. A
-missing native library or Triton is a ``KernelError``, not a slower form. ``prefer`` overrules the choice in a block.
+everything else runs ``fused`` or ``reference``. The crossovers were measured with ``benchmarks/bench_kernels.py
+--crossovers``. A missing native library or Triton is a ``KernelError``, not a slower form. ``prefer`` overrules the
+choice in a block.
 """
 
 from __future__ import annotations
