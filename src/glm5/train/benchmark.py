@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -316,7 +315,13 @@ def _steps_alone(which: str, checkpoint: str = "", length: str = "0") -> None:
                 else transformers_step(Path(checkpoint), batch, torch.bfloat16))
     step()
     step()
-    print(json.dumps({"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+    print(json.dumps({"peak_rss_bytes": _peak_rss_bytes()}))
+
+
+def _peak_rss_bytes() -> int:
+    """Largest resident memory of this program. ``getrusage`` would count that of the process it was forked from."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 if __name__ == "__main__":
