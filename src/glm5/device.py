@@ -134,11 +134,17 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device | None = None) -> int:
-    """Most memory that this process has held: allocated on an accelerator, or resident when ``device`` is none."""
+    """Most memory that this program has held: allocated on an accelerator, or resident when ``device`` is none.
+
+    Linux tells it since the program began; ``getrusage`` also counts the process that it was forked from.
+    """
     if device is not None and _is_accelerator(device):
         import torch
 
         return int(torch.accelerator.max_memory_allocated(device))
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -35,7 +35,7 @@ import torch
 
 from glm5.data.packing import Batch, collate, make_row
 from glm5.data.sources import read_documents
-from glm5.device import HOST
+from glm5.device import HOST, peak_memory_bytes
 from glm5.errors import ConfigError
 from glm5.model.checkpoint import load_model, save_model
 from glm5.model.config import ModelConfig, preset
@@ -315,13 +315,7 @@ def _steps_alone(which: str, checkpoint: str = "", length: str = "0") -> None:
                 else transformers_step(Path(checkpoint), batch, torch.bfloat16))
     step()
     step()
-    print(json.dumps({"peak_rss_bytes": _peak_rss_bytes()}))
-
-
-def _peak_rss_bytes() -> int:
-    """Largest resident memory of this program. ``getrusage`` would count that of the process it was forked from."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    print(json.dumps({"peak_rss_bytes": peak_memory_bytes()}))
 
 
 if __name__ == "__main__":
