@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import glm5
-from glm5.device import accelerator_names, peak_memory_bytes, processor_count
+from glm5.device import accelerator_names, processor_count
 
 
 def hardware() -> str:
@@ -33,10 +33,6 @@ def commit() -> str:
         return f"glm5 {glm5.__version__}"
     return f"{head}+changes" if _git(directory, "status", "--porcelain", "--untracked-files=no") else head
 
-
-def peak_rss_bytes() -> int:
-    """Largest resident memory that this process has had."""
-    return peak_memory_bytes()
 
 
 def _processor() -> str:
