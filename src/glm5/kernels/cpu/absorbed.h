@@ -5,33 +5,13 @@
 // counted from the query's first key; parts are combined in order, whether one thread or several computed them.
 #pragma once
 
-#include "simd.h"
+#include "paged.h"
 
 namespace {
 
 constexpr int64_t BLOCK = 64;   // keys per softmax step
 constexpr int64_t PART = 1024;  // keys per partial result
 constexpr int VALUE_HEADS = 4;  // heads of one register tile of the weighted sum
-
-// The keys of a query in a paged cache: position s of its slot is row blocks[s / block] * block + s % block.
-struct Keys {
-    const int32_t* blocks;     // of the slot
-    int64_t block;             // positions of a block
-    const int32_t* positions;  // ascending; null: 0, 1, ...
-
-    // Rows of keys begin .. end of the list.
-    void rows(int64_t begin, int64_t end, int32_t* out) const {
-        int64_t stop = 0, shift = 0;
-        for (int64_t i = begin; i < end; i++) {
-            int64_t s = positions ? positions[i] : i;
-            if (s >= stop) {
-                int64_t number = (uint32_t)s / (uint32_t)block;
-                stop = (number + 1) * block, shift = (blocks[number] - number) * block;
-            }
-            out[i - begin] = (int32_t)(s + shift);
-        }
-    }
-};
 
 struct AttentionShape {
     int64_t heads, dim, latent;

@@ -121,7 +121,7 @@ GLM5_INLINE int64_t topk_scratch(int64_t n) { return n + 4 * LANES + 1; }
 // above a rising threshold are kept, and cut to the k best when there is no more room.
 class TopkStream {
    public:
-    static int64_t capacity(int64_t k) { return 4 * k + 64 * LANES; }
+    static int64_t capacity(int64_t k) { return 2 * k + 32 * LANES; }
     static int64_t need(int64_t k) { return 2 * Scratch::need(topk_scratch(capacity(k))) + Scratch::need(capacity(k)); }
 
     TopkStream(Scratch& scratch, int64_t k)
@@ -148,6 +148,17 @@ class TopkStream {
         for (int64_t s = low; s < high; s++) add(lanes[s - first], (int32_t)s);
         if (count_ > capacity(k_) - 8 * LANES) cut();
     }
+
+    // Scores of n ascending positions.
+    GLM5_INLINE void push(vf scores, const int32_t* positions, int64_t n) {
+        int32_t keys[LANES];
+        *(vi_loose*)keys = order_keys(scores);
+        append(keys, positions, n);
+    }
+
+    // Only scores above the bar change anything from here on; there is none before k candidates were told apart.
+    bool is_full() const { return threshold_ != INT32_MIN; }
+    float bar() const { return key_to_float(threshold_); }
 
     // What another stream of earlier positions has kept is followed by what this one has.
     void append(const int32_t* keys, const int32_t* positions, int64_t n) {
