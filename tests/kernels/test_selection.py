@@ -8,8 +8,8 @@ from glm5.kernels import dispatch, reference
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
 
-SHAPES = [(2, 70, 8, 32, 16), (1, 300, 5, 7, 40), (1, 1100, 16, 64, 128), (1, 9, 1, 2, 32)]
-"""Batch, tokens, index heads, index dim, kept."""
+SHAPES = [(2, 70, 8, 32, 16), (1, 300, 5, 7, 40), (1, 1100, 16, 64, 128), (1, 9, 1, 2, 32), (2, 800, 9, 37, 3)]
+"""Batch, tokens, index heads, index dim, kept. Keys of the longest rows are screened by integers before they are scored."""
 
 
 def index_inputs(batch, tokens, heads, dim, seed=0):
@@ -49,7 +49,11 @@ def test_the_lists_are_the_keys_that_scoring_every_key_selects(shape):
     assert (positions_BTK.diff(dim=-1)[listed[..., 1:]] > 0).all()  # ascending
 
 
-@pytest.mark.parametrize("case", ["ties", "one huge key", "tiny differences", "nan key", "inf query", "zero keys"])
+HARD = ["ties", "one huge key", "tiny differences", "nan key", "inf query", "zero keys", "huge and tiny", "flat keys",
+        "denormal keys", "weights of both signs and none"]
+
+
+@pytest.mark.parametrize("case", HARD)
 def test_scores_that_are_hard_to_tell_apart_are_chosen_exactly(case):
     q_BTJX, k_BSX, w_BTJ, first_BT, last_BT = index_inputs(1, 700, 8, 16)
     q_BTJX, k_BSX = q_BTJX.detach(), k_BSX.detach()
@@ -63,12 +67,60 @@ def test_scores_that_are_hard_to_tell_apart_are_chosen_exactly(case):
         k_BSX[0, 17, 3] = float("nan")
     elif case == "inf query":
         q_BTJX[0, 600, 2, 1] = float("inf")
+    elif case == "huge and tiny":
+        k_BSX[0, 100::7] *= 1e15
+        k_BSX[0, 101::7] *= 1e-15
+        q_BTJX[0, 3::5] *= 1e-20
+    elif case == "flat keys":  # all elements of one size: the longest integers
+        k_BSX[:], q_BTJX[:, ::2] = k_BSX.sign(), q_BTJX[:, ::2].sign()
+    elif case == "denormal keys":
+        k_BSX *= 1e-41
+    elif case == "weights of both signs and none":
+        w_BTJ = w_BTJ * (torch.arange(8) % 3 - 1)
+        w_BTJ[:, 500:510] = 0
     else:
         k_BSX.zero_()
     positions_BTK = dispatch.select_positions(q_BTJX, k_BSX, w_BTJ.detach(), 0.3, first_BT, last_BT, 32)
     expected_BTS = by_masks(q_BTJX, k_BSX, w_BTJ.detach(), first_BT, last_BT, 32)
     assert torch.equal(mask_of(positions_BTK, 700), expected_BTS)
     assert (expected_BTS.sum(-1).amax() == 32)
+
+
+@pytest.mark.parametrize("case", ["key rounds down", "key rounds up, negative weight", "query rounds down"])
+def test_a_key_that_rounding_puts_below_the_others_is_still_chosen(case):
+    """700 equal keys, then five that score a fraction of an integer step higher; rounded, these score lower."""
+    ones = torch.ones(1, 1000, 1)
+    q_X, others_X, better_X, sign = {
+        "key rounds down": ([0.0, 1.0], [1.0, 50.40 / 127], [1.0, 50.49 / 127], 1),
+        "key rounds up, negative weight": ([0.0, 1.0], [1.0, 50.60 / 127], [1.0, 50.51 / 127], -1),
+        "query rounds down": ([1.0, 30.49 / 63], [30.4 / 63, 0.0], [0.0, 1.0], 1),
+    }[case]
+    k_BSX = torch.tensor(others_X).repeat(1, 1000, 1)
+    k_BSX[0, 900:905] = torch.tensor(better_X)
+    q_BTJX = torch.tensor(q_X).repeat(1, 1000, 1, 1)
+    last_BT = torch.arange(1, 1001, dtype=torch.int32)[None]
+    positions_BTK = dispatch.select_positions(q_BTJX, k_BSX, sign * ones, 1.0, torch.zeros_like(last_BT), last_BT, 20)
+    assert positions_BTK[0, 899].tolist() == list(range(20))
+    assert positions_BTK[0, 999].tolist() == [*range(15), *range(900, 905)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_of_one_slot_together_choose_what_each_chooses_alone(dtype):
+    """Together they screen, in one range or in several that threads share; alone they score every key."""
+    table_UZ = torch.randperm(180).view(2, 90).to(torch.int32)
+    keys_PSX, iq_MJX, iw_MJ = torch.randn(180, 100, 12).to(dtype), torch.randn(40, 3, 12), torch.randn(40, 3)
+    slots_M = torch.arange(40) // 37
+    lengths_M = torch.randint(2000, 8900, (40,))
+    lengths_M[5], lengths_M[6] = 30, 9000
+    arguments = (iq_MJX, iw_MJ, keys_PSX, slots_M, lengths_M)
+    alone = [dispatch.ragged_select(*(x[m : m + 1] for x in arguments[:2]), keys_PSX, slots_M[m : m + 1],
+                                    lengths_M[m : m + 1], 50, table_UZ) for m in range(40)]
+    for threads in (1, 4):
+        torch.set_num_threads(threads)
+        together_MK = dispatch.ragged_select(*arguments, 50, table_UZ)
+        for m, best in enumerate(alone):
+            expected = list(range(30)) + [-1] * 20 if best is None else best[0].tolist()
+            assert together_MK[m].tolist() == expected
 
 
 def test_the_lists_do_not_depend_on_the_thread_count():

@@ -3,9 +3,9 @@
 // Queries and keys are rounded: q / a = q' + e, k / b = k' + f with integers q', k', and steps a per head, b per key. So
 //     |q.k / (a b) - q'.k'|  <=  |q' + e| |f| + |e| |k'|
 // in Euclidean norms, and since relu only rises, replacing each head's q'.k' by what this bound allows (upwards where the
-// head's weight is positive, downwards where it is negative) gives an upper bound of the score. The slack of `SLACK`
-// covers the fp32 rounding of the score itself and of the bound. A key whose bound does not exceed the bar needs no
-// score, so that a selection which screens is the one that scores every key.
+// head's weight is positive, downwards where it is negative) gives an upper bound of the score; it is exactly 0 where
+// every head is below zero for certain. `SLACK` covers the fp32 rounding of the score itself and of the bound. A key
+// whose bound does not exceed the bar needs no score, so a selection that screens is the one that scores every key.
 //
 // Integer products are exact: a chunk of 32 dims of a query has norm 140 at most and one of a key 232, so that any part
 // of their product fits 16 bits. Keys are stored with 128 added, because the instruction multiplies unsigned by signed
@@ -178,8 +178,8 @@ class Screen {
     }
     Screen(Scratch& scratch, int64_t heads, int64_t dim)
         : heads_(heads), dim_(dim), words_(scratch.take<int32_t>(padded(heads) * chunks_of(dim) * WORDS)),
-          starts_(scratch.take<int32_t>(padded(heads) * chunks_of(dim))), limits_(scratch.take<int32_t>(padded(heads))),
-          factors_(scratch.take<float>(padded(heads))), base_(0.0f) {}
+          starts_(scratch.take<int32_t>(padded(heads) * chunks_of(dim))), errors_(scratch.take<int32_t>(padded(heads))),
+          factors_(scratch.take<float>(padded(heads))) {}
 
     // q [heads, dim], w [heads]. Whether the query can be screened.
     bool set(const float* q, const float* w, const RoundedKeys& keys, Rounder& rounder) {
@@ -187,19 +187,17 @@ class Screen {
         const float slack = (float)(heads_ + dim_ + 8) * SLACK;
         memset(words_, 0, sizeof(int32_t) * padded(heads_) * chunks * WORDS);
         memset(starts_, 0, sizeof(int32_t) * padded(heads_) * chunks);
-        memset(limits_, 0, sizeof(int32_t) * padded(heads_));
+        memset(errors_, 0, sizeof(int32_t) * padded(heads_));
         memset(factors_, 0, sizeof(float) * padded(heads_));
-        base_ = 0.0f;
         for (int64_t j = 0; j < heads_; j++) {
             Rounding head = rounder.round(q + j * dim_, 63.0f, QUERY_NORM);
             if (!head.moderate || !is_moderate(w[j])) return false;
             memcpy(words_ + j * chunks * WORDS, rounder.integers, chunks * DIMS);
             for (int64_t c = 0; c < chunks; c++) starts_[j * chunks + c] = offset(rounder.integers + c * DIMS);
             float length = head.length + head.error;
-            float bound = length * keys.error + head.error * keys.longest + slack * length * (keys.longest + keys.error) + 1.0f;
-            int32_t units = (int32_t)ceilf(bound);
-            factors_[j] = w[j] * head.step, limits_[j] = w[j] > 0.0f ? -units : units;
-            base_ += fabsf(factors_[j]) * (float)units;
+            float error = length * keys.error + head.error * keys.longest + slack * length * (keys.longest + keys.error) + 1.0f;
+            int32_t bound = (int32_t)ceilf(error);
+            factors_[j] = w[j] * head.step, errors_[j] = w[j] > 0.0f ? bound : -bound;
         }
         return true;
     }
@@ -210,7 +208,7 @@ class Screen {
         const uint32_t* words = keys.words + place * chunks * WORDS;
         vf totals[V];
         GLM5_UNROLL
-        for (int v = 0; v < V; v++) totals[v] = splat(base_);
+        for (int v = 0; v < V; v++) totals[v] = (vf){};
         for (int64_t j = 0; j < heads_; j += HEADS) {
             vi dots[HEADS * V];
             chunk_products<V>(words, j, 0, dots);
@@ -222,8 +220,8 @@ class Screen {
             }
             GLM5_UNROLL
             for (int i = 0; i < HEADS * V; i++) {
-                vi limit = limits_[j + i / V] - (vi){}, dot = dots[i] > limit ? dots[i] : limit;
-                totals[i % V] += __builtin_convertvector(dot, vf) * factors_[j + i / V];
+                vi dot = dots[i] + errors_[j + i / V], zero = {};
+                totals[i % V] += __builtin_convertvector(dot > zero ? dot : zero, vf) * factors_[j + i / V];
             }
         }
         GLM5_UNROLL
@@ -265,8 +263,8 @@ class Screen {
     }
 
     int64_t heads_, dim_;
-    int32_t *words_, *starts_, *limits_;
-    float *factors_, base_;
+    int32_t *words_, *starts_, *errors_;
+    float* factors_;
 };
 
 }  // namespace

@@ -53,9 +53,9 @@ template <class T> struct Chooser {
     Screen screen;
     TopkStream stream;
     bool screens;
-    int64_t waiting;  // keys that passed the screen and wait for LANES of them to be scored together
-    const T* entries[LANES];
-    int32_t positions[LANES];
+    int64_t waiting;  // keys that passed the screen and are scored together when they have arrived from memory
+    const T* entries[TILE];
+    int32_t positions[TILE];
 
     static int64_t need(int64_t heads, int64_t dim, int64_t k) {
         return IndexQuery::need(heads, dim) + Screen::need(heads, dim) + TopkStream::need(k);
@@ -64,9 +64,9 @@ template <class T> struct Chooser {
         : query(scratch, heads, dim), screen(scratch, heads, dim), stream(scratch, k), screens(false), waiting(0) {}
 
     void score_waiting() {
-        if (!waiting) return;
-        for (int64_t i = waiting; i < LANES; i++) entries[i] = entries[0];
-        stream.push(index_scores_block(query, entries), positions, waiting);
+        for (int64_t i = waiting; i % LANES; i++) entries[i] = entries[0];
+        for (int64_t i = 0; i < waiting; i += LANES)
+            stream.push(index_scores_block(query, entries + i), positions + i, at_most(LANES, waiting - i));
         waiting = 0;
     }
 
@@ -84,7 +84,8 @@ template <class T> struct Chooser {
         for (; better; better &= better - 1) {
             int64_t i = __builtin_ctzll(better);
             entries[waiting] = tile[i], positions[waiting] = (int32_t)(first + i);
-            if (++waiting == LANES) score_waiting();
+            for (int64_t byte = 0; byte < query.dim * (int64_t)sizeof(T); byte += 64) __builtin_prefetch((const char*)tile[i] + byte);
+            if (++waiting == TILE) score_waiting();
         }
     }
 };

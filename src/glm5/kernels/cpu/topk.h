@@ -121,7 +121,7 @@ GLM5_INLINE int64_t topk_scratch(int64_t n) { return n + 4 * LANES + 1; }
 // above a rising threshold are kept, and cut to the k best when there is no more room.
 class TopkStream {
    public:
-    static int64_t capacity(int64_t k) { return 2 * k + 32 * LANES; }
+    static int64_t capacity(int64_t k) { return k + k / 2 + 24 * LANES; }
     static int64_t need(int64_t k) { return 2 * Scratch::need(topk_scratch(capacity(k))) + Scratch::need(capacity(k)); }
 
     TopkStream(Scratch& scratch, int64_t k)
