@@ -116,6 +116,12 @@ def training_cases() -> Iterator[Case]:
     yield Case("train.select_topk", lambda: reference.select_topk(scores_BTS, dense_BTS, TOPK),
                lambda: dispatch.select_topk(scores_BTS, dense_BTS, TOPK))
     sparse_BTS = dispatch.select_topk(scores_BTS, dense_BTS, TOPK)
+    for length in (4096, 16384):  # the last queries of a long document
+        queries, last_BT = 256, torch.arange(length - 256, length)[None]
+        choice = (torch.randn(1, queries, INDEX_HEADS, INDEX_DIM), torch.randn(1, length, INDEX_DIM),
+                  torch.randn(1, queries, INDEX_HEADS), INDEX_DIM**-0.5, torch.zeros_like(last_BT), last_BT, TOPK)
+        yield Case(f"train.select_positions.{length}", lambda a=choice: reference.select_positions(*a),
+                   lambda a=choice: dispatch.select_positions(*a))
     q_BTHK, k_BSHK = (torch.randn(ROWS, LENGTH, HEADS, NOPE + ROPE, requires_grad=True) for _ in range(2))
     v_BSHV = torch.randn(ROWS, LENGTH, HEADS, VALUE, requires_grad=True)
     masks = {"dense": dense_BTS, "sparse": sparse_BTS, "one_document": causal_TS.expand(ROWS, -1, -1)}
