@@ -121,7 +121,7 @@ GLM5_INLINE int64_t topk_scratch(int64_t n) { return n + 4 * LANES + 1; }
 // above a rising threshold are kept, and cut to the k best when there is no more room.
 class TopkStream {
    public:
-    static int64_t capacity(int64_t k) { return k + k / 2 + 24 * LANES; }
+    static int64_t capacity(int64_t k) { return 4 * k + 64 * LANES; }
     static int64_t need(int64_t k) { return 2 * Scratch::need(topk_scratch(capacity(k))) + Scratch::need(capacity(k)); }
 
     TopkStream(Scratch& scratch, int64_t k)
@@ -130,7 +130,11 @@ class TopkStream {
         clear();
     }
 
-    void clear() { count_ = 0, threshold_ = INT32_MIN; }
+    // `eager` cuts more often, for callers who save work on scores below the threshold.
+    void clear(bool eager = false) {
+        count_ = 0, threshold_ = INT32_MIN;
+        limit_ = eager ? k_ + k_ / 2 + 16 * LANES : capacity(k_) - 8 * LANES;
+    }
 
     // Scores of positions first, first + 1, ... for V vectors; those in [low, high) count.
     template <int V> GLM5_INLINE void push(const vf* scores, int64_t first, int64_t low, int64_t high) {
@@ -146,7 +150,7 @@ class TopkStream {
         for (int v = 0; v < V; v++) *(vi_loose*)(lanes + v * LANES) = keys[v];
         low = low > first ? low : first, high = at_most(high, first + V * LANES);
         for (int64_t s = low; s < high; s++) add(lanes[s - first], (int32_t)s);
-        if (count_ > capacity(k_) - 8 * LANES) cut();
+        if (count_ > limit_) cut();
     }
 
     // Scores of n ascending positions.
@@ -164,7 +168,7 @@ class TopkStream {
     void append(const int32_t* keys, const int32_t* positions, int64_t n) {
         for (int64_t i = 0; i < n; i++) {
             add(keys[i], positions[i]);
-            if (count_ > capacity(k_) - 8 * LANES) cut();
+            if (count_ > limit_) cut();
         }
     }
 
@@ -197,7 +201,7 @@ class TopkStream {
         count_ = kept;
     }
 
-    int64_t k_, count_;
+    int64_t k_, count_, limit_;
     int32_t threshold_;
     int32_t *keys_, *spare_, *positions_;
 };
