@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import ClassVar
 
 import pytest
 
@@ -43,8 +44,8 @@ def config(directory, collection, **changes):
 class Scripted(learn._Round):
     """A round whose evaluations are given: solved tasks of four before and after."""
 
-    solved = {"before": 2, "after": 2}
-    evaluated: list[str] = []
+    solved: ClassVar[dict[str, int]] = {"before": 2, "after": 2}
+    evaluated: ClassVar[list[str]] = []
 
     def _outcomes(self, when, checkpoint):  # noqa: F811
         path = self.run_dir / f"{when}.json"

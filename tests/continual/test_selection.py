@@ -77,7 +77,8 @@ def test_pairs_of_a_correction_and_of_liked_against_disliked():
                                 "chosen": [{"role": "assistant", "content": "right"}],
                                 "rejected": [{"role": "assistant", "content": "wrong"}]}]
     selection = chosen([exchange(1, "good", "q"), exchange(2, "bad", "q", score=0.0), exchange(3, "alone", score=0.0)])
-    assert [(pair["chosen"][0]["content"], pair["rejected"][0]["content"]) for pair in selection.pairs] == [("good", "bad")]
+    [pair] = selection.pairs
+    assert (pair["chosen"][0]["content"], pair["rejected"][0]["content"]) == ("good", "bad")
     assert chosen([exchange(1, "same", "q"), exchange(2, "same", "q", score=0.0)]).pairs == []
 
 

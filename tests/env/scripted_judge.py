@@ -12,8 +12,8 @@ from tests.env.scripted_model import answer, model_app, served
 
 @contextmanager
 def judge_server(verdict: Callable[[str, dict[str, Any]], Any], seen: list[Any] | None = None) -> Iterator[str]:
-    """Base URL of an endpoint that answers ``verdict(system text, material)``: a text as it is, an object with the id of
-    the question added, or a message of ``scripted_model``."""
+    """Base URL of an endpoint that answers ``verdict(system text, material)``: a text as it is, an object with the id
+    of the question added, or a message of ``scripted_model``."""
     def policy(messages: list[dict[str, Any]]) -> dict[str, Any]:
         material = json.loads(messages[1]["content"])
         given = verdict(messages[0]["content"], material)

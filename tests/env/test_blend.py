@@ -94,8 +94,8 @@ def test_the_judge_is_a_part():
     assert parts["judge"] == 0.75 and parts["reward"] == (1 + 0.75) / 2
 
 
-@pytest.mark.parametrize("answer", [{}, {"rewards": []}, {"rewards": [0.5, 0.5]}, {"rewards": ["0.5"]}, {"rewards": [1.5]},
-                                    {"rewards": [True]}, {"scores": [0.5]}])
+@pytest.mark.parametrize("answer", [{}, {"rewards": []}, {"rewards": [0.5, 0.5]}, {"rewards": ["0.5"]},
+                                    {"rewards": [1.5]}, {"rewards": [True]}, {"scores": [0.5]}])
 def test_a_reward_model_that_gives_no_number_fails_closed(answer):
     with reward_model(answer) as url, pytest.raises(TaskError, match="reward model"):
         blend(RewardConfig(model=1.0), "an answer", 1.0, url)
@@ -144,7 +144,7 @@ def test_anchors(tmp_path):
     assert Anchors(str(path), WRITING).answer(TASK) == "mine"
     assert Anchors(str(path), WRITING).answer(WRITING.task("train", 1)) is None
     path.write_text('{"instruction": "a"}\n')
-    with pytest.raises(ConfigError, match="anchors.jsonl:1"):
+    with pytest.raises(ConfigError, match=r"anchors\.jsonl:1"):
         Anchors(str(path), WRITING)
 
 

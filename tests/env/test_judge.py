@@ -106,7 +106,10 @@ def test_comparisons_are_asked_in_both_orders(prefers, expected):
 
 
 def test_against_an_anchor():
-    with judge_server(lambda system, material: {"better": "second" if material["second"] == "mine" else "first"}) as url:
+    def prefers_mine(system, material):
+        return {"better": "second" if material["second"] == "mine" else "first"}
+
+    with judge_server(prefers_mine) as url:
         settings = config(url, mode="against_anchor")
         assert ask(settings, lambda judge: judge.score(ASKED, "mine", "anchor"))[0] == 1.0
         with pytest.raises(JudgeFailure, match="has none"):
@@ -144,7 +147,8 @@ def test_the_key_comes_from_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(("changes", "told"), [
-    ({"low": 5}, "low < high"), ({"samples": 0}, "samples"), ({"timeout_s": 0}, "timeout_s"), ({"weight": -1}, "weight"),
+    ({"low": 5}, "low < high"), ({"samples": 0}, "samples"), ({"timeout_s": 0}, "timeout_s"),
+    ({"weight": -1}, "weight"),
 ])
 def test_settings_that_make_no_sense(changes, told):
     with pytest.raises(ConfigError, match=told):

@@ -48,7 +48,8 @@ def test_patterns_of_the_user_and_nested_arguments():
     assert monitor.suspicions({"command": "git log"}) == []
 
 
-@pytest.mark.parametrize(("action", "result", "ran"), [("block", REFUSAL, 0), ("dummy", "fine", 0), ("flag", "real", 1)])
+@pytest.mark.parametrize(("action", "result", "ran"), [
+    ("block", REFUSAL, 0), ("dummy", "fine", 0), ("flag", "real", 1)])
 def test_actions(action, result, ran):
     runs = []
 

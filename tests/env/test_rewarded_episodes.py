@@ -41,8 +41,8 @@ def episode(policy, rewards, task_id=TASK.task_id, **options):
     """The result of an episode of at most three turns."""
     async def body(http, service_url, model_url):
         return await http.post(f"{service_url}/episodes/run", {
-            "episode_id": f"e{time.monotonic_ns()}", "task_id": task_id, "base_url": f"{model_url}/v1", "api_key": "key",
-            "max_turns": 3, "timeout_s": 20}, 30)
+            "episode_id": f"e{time.monotonic_ns()}", "task_id": task_id, "base_url": f"{model_url}/v1",
+            "api_key": "key", "max_turns": 3, "timeout_s": 20}, 30)
 
     return play(policy, rewards, body, **options)
 

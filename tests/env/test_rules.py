@@ -5,6 +5,8 @@ import pytest
 from glm5.env.rewards.rules import VERIFIERS, RuleConfig, check_rule
 from glm5.errors import ConfigError
 
+SCHEMA = {"type": "object", "required": ["n"], "properties": {"n": {"minimum": 3}}}
+
 
 @pytest.mark.parametrize(("kind", "options", "answer", "expected"), [
     ("exact", {"text": "b12 "}, " b12", 1.0),
@@ -26,8 +28,8 @@ from glm5.errors import ConfigError
     ("pattern", {"regex": "a.c"}, " a\nc ", 1.0),
     ("pattern", {"regex": "a"}, "ab", 0.0),
     ("pattern", {"regex": "a", "whole": False}, "ba", 1.0),
-    ("json_schema", {"schema": {"type": "object", "required": ["n"], "properties": {"n": {"minimum": 3}}}}, '{"n": 3}', 1.0),
-    ("json_schema", {"schema": {"type": "object", "required": ["n"], "properties": {"n": {"minimum": 3}}}}, '{"n": 2}', 0.0),
+    ("json_schema", {"schema": SCHEMA}, '{"n": 3}', 1.0),
+    ("json_schema", {"schema": SCHEMA}, '{"n": 2}', 0.0),
     ("json_schema", {"schema": {}}, "not json", 0.0),
     ("json_value", {"value": {"size": 4}}, '{ "size":4 }', 1.0),
     ("json_value", {"value": {"size": 4}}, 'Sure: {"size": 4}', 0.0),

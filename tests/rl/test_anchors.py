@@ -1,4 +1,4 @@
-"""Anchored episodes: a given answer becomes a turn with the policy's own log-probs, through a real gateway and engine."""
+"""Anchored episodes: a given answer becomes a turn with the policy's own log-probs, by a real gateway and engine."""
 
 import httpx
 import pytest
@@ -29,11 +29,12 @@ def test_a_given_answer_is_recorded_with_the_log_probs_of_the_policy(gateway_url
             "sampling": {"temperature": 1.0, "max_new_tokens": 16}}).json()
         messages = [{"role": "user", "content": "What is 12 + 30?"}]
         headers = {"authorization": f"Bearer {session['api_key']}"}
-        first = http.post(f"{session['base_url']}/chat/completions", json={"messages": messages}, headers=headers).json()
+        chat = f"{session['base_url']}/chat/completions"
+        first = http.post(chat, json={"messages": messages}, headers=headers).json()
         assert first["choices"][0]["message"]["content"] == "return a + b"
         assert first["choices"][0]["finish_reason"] == "stop"
         messages += [first["choices"][0]["message"], {"role": "user", "content": "Is that right?"}]
-        second = http.post(f"{session['base_url']}/chat/completions", json={"messages": messages}, headers=headers)
+        second = http.post(chat, json={"messages": messages}, headers=headers)
         assert second.status_code == 200
         answer = http.post("/sessions/anchored/finish", json={"outcome": "ok", "reward": 1.0}).json()
     assert answer["kinds"].get("extend", 0) == 1 and answer["mismatches"] == 0
@@ -53,7 +54,8 @@ def test_a_given_answer_is_recorded_with_the_log_probs_of_the_policy(gateway_url
 
 
 @pytest.mark.parametrize(("changes", "told"), [
-    ({"anchors_per_group": 8}, "anchors_per_group=8"), ({"anchors_per_group": 1, "temperature": 0.7}, "temperature = 1"),
+    ({"anchors_per_group": 8}, "anchors_per_group=8"),
+    ({"anchors_per_group": 1, "temperature": 0.7}, "temperature = 1"),
     ({"anchors_per_group": 1, "enable_thinking": True}, "enable_thinking"),
     ({"rewards": {"calc": {}}}, "rewards.calc: no such taskset")])
 def test_settings(changes, told):

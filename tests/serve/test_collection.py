@@ -21,7 +21,8 @@ def collecting(checkpoint, tmp_path_factory):
     """(URL, directory of the collection) of a server that records and wants a key."""
     root = tmp_path_factory.mktemp("collecting")
     process = spawn(["serve", str(checkpoint), "--port", "0", "--ready-file", str(root / "ready"), "--max-slots", "4",
-                     "--threads", "1", "--api-key", "k1", "--api-key", "k2", "--collect", str(root / "c")], root / "log")
+                     "--threads", "1", "--api-key", "k1", "--api-key", "k2", "--collect", str(root / "c")],
+                    root / "log")
     try:
         yield wait_ready(process, root / "ready", root / "log"), root / "c"
     finally:

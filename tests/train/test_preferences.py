@@ -105,8 +105,8 @@ def test_pairs_of_one_conversation_stay_on_one_side(checkpoint, tmp_path):  # no
     ('{"chosen": "a", "rejected": "b"}', "no list of objects in field 'messages'"),
     ('{"messages": [{"role": "user", "content": "q"}], "chosen": "a"}', "rejected: got 'None'"),
     ('{"messages": [{"role": "user", "content": "q"}], "chosen": "a", "rejected": "a"}', "are the same"),
-    ('{"messages": [{"role": "user", "content": "q"}], "chosen": "a", "rejected": [{"role": "user"}]}', "ends? with an"),
-    ('{"messages": [{"role": "user", "content": "q"}], "chosen": "a", "rejected": "%s"}' % ("b " * 99), "exceed"),  # noqa: UP031
+    ('{"messages": [{"role": "user", "content": "q"}], "chosen": "a", "rejected": [{"role": "user"}]}', "end with an"),
+    ('{"messages": [{"role": "user", "content": "q"}], "chosen": "a", "rejected": "%s"}' % ("b " * 99), "exceed"),
     ("", "no pair")])
 def test_bad_pairs_are_named(checkpoint, tmp_path, line, told):  # noqa: F811
     path = tmp_path / "pairs.jsonl"
@@ -138,7 +138,8 @@ def test_a_reward_model_learns_and_a_run_that_is_continued_ends_alike(checkpoint
 
     scorer = Scorer(whole, "cpu")
     prompt = {"role": "user", "content": "add 99"}
-    conversations = [scorer.render([prompt, {"role": "assistant", "content": text}]) for text in ("yes", "no no", "yes")]
+    answers = ({"role": "assistant", "content": text} for text in ("yes", "no no", "yes"))
+    conversations = [scorer.render([prompt, answer]) for answer in answers]
     scores, rewards = scorer.score(conversations)
     assert scores[0] == pytest.approx(scores[2], abs=1e-5) and scores[0] > scores[1]
     assert 0 < rewards[1] < 0.5 < rewards[0] < 1

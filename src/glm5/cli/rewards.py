@@ -50,8 +50,8 @@ def reward_pairs(source: Annotated[str, typer.Argument(help="A taskset, or the r
                  split: Annotated[str, typer.Option(help="Split of the taskset.")] = "demo",
                  tokenizer: Annotated[Path | None, typer.Option(help="Checkpoint or tokenizer directory, to read a "
                                                                      "ledger's tokens.")] = None,
-                 anchors: Annotated[str, typer.Option(help="Of a ledger: compare its answers with these anchors (solution "
-                                                           "or a .jsonl file) instead of with each other.")] = "") -> None:
+                 anchors: Annotated[str, typer.Option(help="Of a ledger: compare its answers with anchors (solution or "
+                                                           "a .jsonl file), not with each other.")] = "") -> None:
     """Write preference pairs: a taskset's own, or from recorded episodes (best against worst of each group, or anchors
     against what the policy answered)."""
     if (Path(source) / "ledger.sqlite").is_file():

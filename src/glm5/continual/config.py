@@ -76,7 +76,7 @@ class ContinualConfig:
     sft: StageConfig
     """How the kept answers are learnt, from the deployed model in ``init``; its conversations are set by the round."""
     preference: PreferenceConfig | None = None
-    """How preferred answers are learnt after that; its ``init`` and ``pairs`` are set by the round. None: not at all."""
+    """How preferred answers are learnt after that; the round sets ``init`` and ``pairs``. None: not at all."""
     gate: GateConfig
     """The regression gate."""
 
@@ -89,4 +89,5 @@ class ContinualConfig:
         if self.sft.init == "random" or self.sft.init.startswith("stage:"):
             raise ConfigError(f"sft.init={self.sft.init!r}: expected the directory of the deployed model")
         if self.preference is not None and self.preference.objective != "dpo":
-            raise ConfigError(f"preference.objective={self.preference.objective!r}: expected dpo, which trains the policy")
+            raise ConfigError(f"preference.objective={self.preference.objective!r}: expected dpo, which trains the "
+                              "policy")

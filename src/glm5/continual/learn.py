@@ -86,8 +86,8 @@ class _Round:
             refused = refusal(gate)
             published = None if refused else self._publish(candidate)
             log.event("round_finished", refusal=refused, published=str(published or ""))
-            write_atomic(self.run_dir / "decision.json",
-                         json.dumps({"published": published is not None, "refusal": refused, "rows": gate}, indent=1) + "\n")
+            decision = {"published": published is not None, "refusal": refused, "rows": gate}
+            write_atomic(self.run_dir / "decision.json", json.dumps(decision, indent=1) + "\n")
         return Result([*rows, *gate], refused, published)
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ class _Round:
         if before != now:
             changed = [f"{part}.{key}" for part in now for key in now[part]
                        if before.get(part, {}).get(key) != now[part][key]]
-            raise ConfigError(f"{self.run_dir}: holds a round with other settings ({', '.join(changed[:1]) or 'keys'}); "
+            raise ConfigError(f"{self.run_dir}: holds a round with other settings ({(changed or ['keys'])[0]}); "
                               "use another --run-dir, or remove this one to start again")
 
     def _filter(self) -> list[Row]:
@@ -108,8 +108,8 @@ class _Round:
             selection = filter_collections(self.config)
             if len(selection.conversations) < self.config.min_conversations:
                 raise DataError(f"{len(selection.conversations)} answers are left of the collections (fates: "
-                                f"{dict(selection.counts)}), min_conversations={self.config.min_conversations}; collect "
-                                "more or relax [filter]")
+                                f"{dict(selection.counts)}), min_conversations={self.config.min_conversations}; "
+                                "collect more or relax [filter]")
             for name, records in (("kept.jsonl", selection.conversations), ("pairs.jsonl", selection.pairs)):
                 write_atomic(self.run_dir / name, "".join(json.dumps(record) + "\n" for record in records))
             write_atomic(path, json.dumps(selection.rows(), indent=1) + "\n")

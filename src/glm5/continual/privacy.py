@@ -46,7 +46,8 @@ def scrub_personal(text: str) -> tuple[str, Counter[str]]:
     return text, found
 
 
-def _replace(text: str, pattern: re.Pattern[str], kind: str, is_real: Callable[[str], bool], found: Counter[str]) -> str:
+def _replace(text: str, pattern: re.Pattern[str], kind: str, is_real: Callable[[str], bool],
+             found: Counter[str]) -> str:
     def replacement(match: re.Match[str]) -> str:
         if not is_real(match[0]):
             return match[0]

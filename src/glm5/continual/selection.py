@@ -1,9 +1,9 @@
 """From recorded answers and feedback to conversations and preference pairs.
 
 An answer is learnt when its users liked it, or when it satisfies the rules where nobody was asked. Only the answer
-itself is trained: earlier answers of its conversation are marked as erroneous, which keeps them in the context. Feedback
-counts only from the key that got the answer, and the last word of it only. A correction takes the place of the answer,
-and is preferred to it; of two answers to one conversation the liked one is preferred to the disliked one.
+itself is trained: earlier answers of its conversation are marked as erroneous, which keeps them in the context.
+Feedback counts only from the key that got the answer, and the last word of it only. A correction takes the place of the
+answer, and is preferred to it; of two answers to one conversation the liked one is preferred to the disliked one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Selection:
 
     def rows(self) -> list[dict[str, Any]]:
         """Result rows ``filter.FATE`` and ``filter.pairs``."""
-        rows = [{"name": f"filter.{fate}", "value": number, "unit": "texts" if fate.startswith("scrubbed") else "answers"}
+        rows = [{"name": f"filter.{fate}", "value": number,
+                 "unit": "texts" if fate.startswith("scrubbed") else "answers"}
                 for fate, number in sorted(self.counts.items())]
         return [*rows, {"name": "filter.pairs", "value": len(self.pairs), "unit": "pairs"}]
 
@@ -233,7 +234,8 @@ def _records(path: Path) -> tuple[list[dict[str, Any]], int]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); give a directory of glm5 serve --collect") from None
+        raise DataError(f"{path}: cannot be read ({error.strerror}); give a directory of glm5 serve "
+                        "--collect") from None
     records, bad = [], 0
     for line in lines:
         try:

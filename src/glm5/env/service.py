@@ -1,7 +1,8 @@
 """The task service: owns tasksets, hands out tasks, prepares sandboxes, runs and verifies episodes, over HTTP.
 
 ``GET /info`` · ``GET /tasks?split=&offset=&limit=[&taskset=]`` · ``POST /episodes`` · ``POST /episodes/ID/exec`` ·
-``POST /episodes/ID/verify`` · ``DELETE /episodes/ID`` · ``POST /episodes/run`` · ``GET /anchor?task_id=``. Mistakes of a caller are 4xx with
+``POST /episodes/ID/verify`` · ``DELETE /episodes/ID`` · ``POST /episodes/run`` · ``GET /anchor?task_id=``. Mistakes of
+a caller are 4xx with
 ``{"error": {"message", "type", "code"}}``; a failure of the machinery is an answer with outcome ``infra_error`` and
 reward null. It refuses to start when a taskset needs isolation that does not work.
 """
@@ -93,8 +94,8 @@ def build_app(names: Sequence[str], *, sandbox: str = "bwrap", capacity: int = 3
 def run_service(names: Sequence[str], host: str = "127.0.0.1", port: int = 0, ready_file: Path | None = None,
                 register_url: str | None = None, sandbox: str = "bwrap", capacity: int = 32,
                 rewards: Path | None = None, reward_model_url: str = "") -> None:
-    """Serve ``names`` until a signal. With ``register_url``, stay registered at that orchestrator. ``rewards`` is a JSON
-    file of rewards by taskset.
+    """Serve ``names`` until a signal. With ``register_url``, stay registered at that orchestrator. ``rewards`` is a
+    JSON file of rewards by taskset.
 
     Raises SandboxError when isolation is missing, ServiceError when the port is taken.
     """

@@ -87,8 +87,8 @@ class EnginePool:
         return whole
 
     async def score(self, session_id: str, prompt_ids: list[int], output_ids: list[int]) -> Generation:
-        """``output_ids`` as if they had been sampled after ``prompt_ids``: their log-probs, unscaled by any temperature,
-        and the version of the weights that gave them. Raises as ``generate``."""
+        """``output_ids`` as if they had been sampled after ``prompt_ids``: their log-probs at temperature 1, and the
+        version of the weights that gave them. Raises as ``generate``."""
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         body = json.dumps({"input_ids": prompt_ids + output_ids, "return_prompt_logprob": True, "stream": False,
                            "session_id": session_id, "sampling_params": {"max_new_tokens": 1, "temperature": 0}})

@@ -1,9 +1,9 @@
 """The outcome reward model: a language model with one linear head that scores a whole conversation.
 
 score = w · h, with h the state after the final norm of the conversation's last token, the role token that closes the
-answer. Trained by preferences (Bradley and Terry 1952): P(a is preferred to b) = sigmoid(score(a) - score(b)), so scores
-are only known up to a constant. ``reward`` = sigmoid((score - centre) / spread) has a scale: ``centre`` and ``spread``
-are the mean and the deviation of the scores of held-out answers.
+answer. Trained by preferences (Bradley and Terry 1952): P(a is preferred to b) = sigmoid(score(a) - score(b)), so
+scores are only known up to a constant. ``reward`` = sigmoid((score - centre) / spread) has a scale: ``centre`` and
+``spread`` are the mean and the deviation of the scores of held-out answers.
 
 On disk it is a checkpoint directory with ``reward_head.safetensors`` beside it: ``weight`` [D], ``centre``, ``spread``,
 all fp32.

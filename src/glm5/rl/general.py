@@ -18,8 +18,8 @@ def train_reward_model(reward: PreferenceConfig, rl: RLConfig, pipeline_dir: Pat
     stages of ``pipeline_dir``; gives its final checkpoint, at once when it is finished. Raises ConfigError when the two
     configurations do not fit."""
     if rl.reward_model != f"stage:{reward.name}":
-        raise ConfigError(f"{rl.name}: reward_model={rl.reward_model!r}, the reward model's run is {reward.name!r}; set "
-                          f"reward_model = \"stage:{reward.name}\"")
+        raise ConfigError(f"{rl.name}: reward_model={rl.reward_model!r}, the reward model's run is {reward.name!r}; "
+                          f"set reward_model = \"stage:{reward.name}\"")
     path = pipeline_dir / "preferences.jsonl"
     if not path.exists():
         text = ""

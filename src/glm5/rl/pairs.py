@@ -39,7 +39,8 @@ def write_ledger_pairs(run_dir: Path, tokenizer_dir: Path, output: Path, count: 
         if len(lines) == count:
             break
     if not lines:
-        raise DataError(f"{run_dir}: no group with two answers of different rewards, and no anchor; record more episodes")
+        raise DataError(f"{run_dir}: no group with two answers of different rewards, and no anchor; record more "
+                        "episodes")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, "".join(lines))
     return len(lines)

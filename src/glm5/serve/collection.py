@@ -1,10 +1,10 @@
 """Recording of deployed sessions (``glm5 serve --collect DIR``) and the feedback of their users.
 
 ``responses.jsonl`` has one record for each chat answer that was given whole: its id, the conversation, the answer, the
-exact ids, and the client's key as a digest. ``feedback.jsonl`` has one for each ``POST /feedback``. Appends are one write
-of one line, so several engine processes may share a directory. A client can keep an exchange out of the collection by
-the header ``x-glm5-collect: no`` or, in the OpenAI dialects, by ``"store": false``. Recording never fails an answer: what
-cannot be written is counted and said once.
+exact ids, and the client's key as a digest. ``feedback.jsonl`` has one for each ``POST /feedback``. Appends are one
+write of one line, so several engine processes may share a directory. A client can keep an exchange out of the
+collection by the header ``x-glm5-collect: no`` or, in the OpenAI dialects, by ``"store": false``. Recording never fails
+an answer: what cannot be written is counted and said once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Collection:
             for name in (RESPONSES, FEEDBACK):
                 os.close(os.open(directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
         except OSError as error:
-            raise ConfigError(f"--collect {directory}: {error.strerror}; give a directory that can be written") from None
+            raise ConfigError(f"--collect {directory}: {error.strerror}; give a directory that can be "
+                              "written") from None
 
     def add(self, run: Answers, messages: list[dict[str, Any]], owner: str) -> None:
         """Record the answer of ``run`` to a conversation, if it is one and whole."""
@@ -121,4 +122,5 @@ async def then(events: AsyncGenerator[bytes, None], record: Callable[[], None]) 
 
 def is_wanted(request: Request, data: dict[str, Any]) -> bool:
     """Whether a client lets this exchange be recorded."""
-    return request.headers.get(_HEADER, "").strip().lower() not in ("no", "0", "false") and data.get("store") is not False
+    is_refused = request.headers.get(_HEADER, "").strip().lower() in ("no", "0", "false")
+    return not is_refused and data.get("store") is not False

@@ -1,7 +1,7 @@
 """``glm5 reward serve``: an outcome reward model over HTTP. Torch is loaded by ``serve_reward_model`` only.
 
-``POST /score {"conversations": [[message, …], …]}`` → ``{"scores", "rewards", "model"}``; ``GET /health``. Requests that
-arrive while a pass runs are scored together by the next one.
+``POST /score {"conversations": [[message, …], …]}`` → ``{"scores", "rewards", "model"}``; ``GET /health``. Requests
+that arrive while a pass runs are scored together by the next one.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def build_reward_app(scorer: Scoring, model_name: str) -> Starlette:
 
 def serve_reward_model(directory: Path, host: str = "127.0.0.1", port: int = 0, ready_file: Path | None = None,
                        threads: int = 0, device: str = "auto") -> None:
-    """Serve the reward model in ``directory`` until SIGTERM. Raises CheckpointError, or ServiceError for a taken port."""
+    """Serve the reward model in ``directory`` until SIGTERM. Raises CheckpointError, ServiceError for a taken port."""
     if port:
         bind(host, port).close()
     import torch

@@ -79,8 +79,8 @@ def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausa
 
     Model and optimizer state are whole, wherever they were trained.
 
-    ``meta`` adds facts to meta.json, for example the parent; ``head`` are the tensors of a reward model's head. Raises CheckpointError when it cannot be written, a full
-    disk included; then nothing is left behind.
+    ``meta`` adds facts to meta.json, for example the parent; ``head`` are the tensors of a reward model's head.
+    Raises CheckpointError when it cannot be written, a full disk included; then nothing is left behind.
     """
     target = checkpoint_path(run_dir, state.step)
     temporary = temporary_path(target)

@@ -20,7 +20,7 @@ class PreferenceConfig:
     init: str = "stage:sft"
     """A checkpoint directory, or ``stage:NAME``: the final checkpoint of run NAME beside this one."""
     objective: Literal["reward", "dpo"] = "reward"
-    """``reward`` trains a reward model with a Bradley-Terry head; ``dpo`` trains the policy itself (arXiv:2305.18290)."""
+    """``reward``: a reward model with a Bradley-Terry head; ``dpo``: the policy itself (arXiv:2305.18290)."""
     pairs: tuple[str, ...] = ()
     """``.jsonl`` files of preference pairs; a stage of a pipeline or a round of continual learning brings its own."""
     held_out_fraction: float = 0.15

@@ -1,7 +1,7 @@
 """Training from preference pairs, one loop with two objectives.
 
-Both minimise -log sigmoid(s(chosen) - s(rejected)), the negative log-likelihood of Bradley and Terry. A reward model has
-s(y) = w · h(y), its head; the policy itself has s(y) = beta (log pi(y) - log pi_ref(y)), which is direct preference
+Both minimise -log sigmoid(s(chosen) - s(rejected)), the negative log-likelihood of Bradley and Terry. A reward model
+has s(y) = w · h(y), its head; the policy itself has s(y) = beta (log pi(y) - log pi_ref(y)), which is direct preference
 optimisation with the starting policy as pi_ref. The accuracy on held-out pairs counts a tie as wrong.
 
 A run continues from its newest complete checkpoint; the pairs of a step are a function of step and seed. The final
@@ -152,7 +152,7 @@ class DirectPreference:
 
     def head(self) -> None:
         """Nothing."""
-        return None
+        return
 
     def finish(self, held_out_scores_N: Tensor) -> None:
         """Nothing to do."""

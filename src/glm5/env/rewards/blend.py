@@ -23,8 +23,8 @@ class Rewards:
     def __init__(self, config: RewardConfig, taskset: Taskset, http: HttpClient, reward_model_url: str = "") -> None:
         """Raises ConfigError when the configuration asks for what is not there."""
         if config.model and not reward_model_url:
-            raise ConfigError(f"rewards.{taskset.name}: model={config.model} needs a reward model; set reward_model, or "
-                              "give --reward-model URL")
+            raise ConfigError(f"rewards.{taskset.name}: model={config.model} needs a reward model; set reward_model, "
+                              "or give --reward-model URL")
         self.config = config
         self.anchors = Anchors(config.anchors, taskset)
         self._model = RewardModelClient(reward_model_url, http) if config.model else None

@@ -97,7 +97,7 @@ def forbidden(answer: str, *, texts: Sequence[str], ignore_case: bool = False) -
 
 @verifier
 def pattern(answer: str, *, regex: str, whole: bool = True) -> float:
-    """1 when the whole answer (a part of it without ``whole``) matches the regular expression; ``.`` matches newlines."""
+    """1 when the whole answer (a part of it without ``whole``) matches; ``.`` matches newlines too."""
     compiled = re.compile(regex, re.DOTALL)
     return float((compiled.fullmatch if whole else compiled.search)(answer.strip()) is not None)
 

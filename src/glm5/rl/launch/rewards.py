@@ -1,4 +1,4 @@
-"""What the task services of a run need for blended rewards: their configuration as a file, and the reward model served."""
+"""What the task services of a run need for blended rewards: their configuration as a file, and the reward model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def reward_model_directory(reward_model: str, run_dir: Path) -> Path:
     if not reward_model.startswith("stage:"):
         directory = Path(reward_model)
         if not (directory / "reward_head.safetensors").is_file():
-            raise ConfigError(f"reward_model={reward_model!r}: no reward_head.safetensors there; give the checkpoint of "
-                              "a trained reward model")
+            raise ConfigError(f"reward_model={reward_model!r}: no reward_head.safetensors there; give the checkpoint "
+                              "of a trained reward model")
         return directory
     name = reward_model.removeprefix("stage:")
     for parent in run_dir.resolve().parents[:2]:
