@@ -2,9 +2,8 @@
 
 ``GET /info`` · ``GET /tasks?split=&offset=&limit=[&taskset=]`` · ``POST /episodes`` · ``POST /episodes/ID/exec`` ·
 ``POST /episodes/ID/verify`` · ``DELETE /episodes/ID`` · ``POST /episodes/run`` · ``GET /anchor?task_id=``. Mistakes of
-a caller are 4xx with
-``{"error": {"message", "type", "code"}}``; a failure of the machinery is an answer with outcome ``infra_error`` and
-reward null. It refuses to start when a taskset needs isolation that does not work.
+a caller are 4xx with ``{"error": {"message", "type", "code"}}``; a failure of the machinery is an answer with outcome
+``infra_error`` and reward null. It refuses to start when a taskset needs isolation that does not work.
 """
 
 from __future__ import annotations
