@@ -71,10 +71,9 @@ class ContinualConfig:
     """Which answers are learnt from."""
     min_conversations: int = 8
     """Fewest answers that are worth a round."""
-    replay: tuple[str, ...] = ()
-    """Conversation files that are learnt beside the recorded answers, against forgetting."""
     sft: StageConfig
-    """How the kept answers are learnt, from the deployed model in ``init``; its conversations are set by the round."""
+    """How the kept answers are learnt, from the deployed model in ``init``; the files of ``data.conversations`` are
+    replayed beside them, against forgetting."""
     preference: PreferenceConfig | None = None
     """How preferred answers are learnt after that; the round sets ``init`` and ``pairs``. None: not at all."""
     gate: GateConfig

@@ -119,7 +119,7 @@ class _Round:
         from glm5.train.stages import run_stage
 
         stage = self.config.sft
-        conversations = (str(self.run_dir / "kept.jsonl"), *self.config.replay)
+        conversations = (str(self.run_dir / "kept.jsonl"), *stage.data.conversations)
         data = dataclasses.replace(stage.data, conversations=conversations, held_out_rows=0)
         return run_stage(dataclasses.replace(stage, data=data), self.run_dir / "sft")
 
