@@ -1,6 +1,7 @@
 """Blended rewards: the formula by hand, what is asked when, and that a missing part is never a number."""
 
 import asyncio
+import json
 from collections import Counter
 
 import pytest
@@ -8,6 +9,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from glm5.env.check import write_demonstrations, write_pairs
 from glm5.env.rewards import judge as judge_module
 from glm5.env.rewards.anchors import Anchors
 from glm5.env.rewards.blend import Rewards
@@ -132,6 +134,37 @@ def test_demonstrations_of_a_verdict_never_train_the_wrong_answer():
         {"role": "assistant", "content": "wrong", "erroneous": True}, {"role": "user", "content": "Right?"},
         {"role": "assistant", "content": "no"}]
     assert messages[1]["content"] == "right"
+
+
+def test_demonstrations_and_pairs_of_a_taskset(tmp_path):
+    assert write_demonstrations("writing", 2, tmp_path / "d", verification=VerificationConfig()) == 2
+    first, second = (json.loads(line)["messages"] for line in (tmp_path / "d").read_text().splitlines())
+    task = WRITING.task("demo", 1)
+    assert first[1]["content"] == WRITING.solution(WRITING.task("demo", 0)).answer and first[3]["content"] == "yes"
+    assert second[1] == {"role": "assistant", "content": task.data["wrong"], "erroneous": True}
+    assert second[3]["content"] == "no"
+    assert write_pairs("writing", 9, tmp_path / "p") == 9
+    pairs = [json.loads(line) for line in (tmp_path / "p").read_text().splitlines()]
+    for index, pair in enumerate(pairs):
+        data = WRITING.task("demo", index).data
+        assert pair["chosen"] == data["anchor"]
+        assert pair["rejected"] == data["wrong"] if not data["padded"] else data["anchor"] in pair["rejected"]
+    with pytest.raises(ConfigError, match="no preference"):
+        write_pairs("calculator", 1, tmp_path / "p")
+
+
+def test_padded_answers_are_right_and_wrong_ones_are_not():
+    for index in range(40):
+        for split in ("demo", "train", "heldout"):
+            task = WRITING.task(split, index)
+
+            def reward(text, task=task):
+                messages = [{"role": "assistant", "content": text}]
+                return asyncio.run(WRITING.verify(task, None, messages))["reward"]
+
+            better, worse = WRITING.preference(task)
+            assert reward(better) == reward(WRITING.solution(task).answer) == 1.0
+            assert reward(worse) == float(task.data["padded"]) and reward(task.data["wrong"]) == 0.0
 
 
 def test_anchors(tmp_path):

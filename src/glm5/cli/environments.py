@@ -45,8 +45,12 @@ def env_check(name: str, count: Annotated[int, typer.Option(help="Tasks per spli
 
 def env_demos(name: str, output: Annotated[Path, typer.Option(help="File to write, one conversation a line.")],
               count: Annotated[int, typer.Option(help="Demonstrations.")] = 100,
-              sandbox: Annotated[str, typer.Option(help="bwrap, or none for no isolation at all.")] = "bwrap") -> None:
+              sandbox: Annotated[str, typer.Option(help="bwrap, or none for no isolation at all.")] = "bwrap",
+              verdicts: Annotated[bool, typer.Option("--verdicts", help="Go on with a verdict, every second time on a "
+                                                     "wrong answer.")] = False) -> None:
     """Write demonstrations of the scripted expert as a conversations file."""
     from glm5.env.check import write_demonstrations
+    from glm5.env.rewards.config import VerificationConfig
 
-    print(f"{write_demonstrations(name, count, output, sandbox)} demonstrations in {output}")
+    verification = VerificationConfig() if verdicts else None
+    print(f"{write_demonstrations(name, count, output, sandbox, verification)} demonstrations in {output}")
