@@ -12,6 +12,7 @@ from typing import Literal
 
 from glm5.config import build_config, load_config, require_at_least
 from glm5.device import AUTO
+from glm5.env.rewards.config import RewardConfig
 from glm5.errors import ConfigError
 from glm5.train.config import OptimizerConfig, ScheduleConfig
 
@@ -155,8 +156,16 @@ class RLConfig:
     """Sampling temperature of an evaluation."""
     seed: int = 0
     """Seed of the trainer."""
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    """Blended rewards by taskset; the others are rewarded by their own verifier."""
+    reward_model: str = ""
+    """Outcome reward model: a checkpoint directory, or ``stage:NAME``, the final checkpoint of run NAME beside this
+    one."""
+    anchors_per_group: int = 0
+    """Episodes of each group that answer with the task's anchor, where it has one, instead of sampling."""
 
     def __post_init__(self) -> None:
+        self._check_rewards()
         if not self.tasksets or any(ratio <= 0 for ratio in self.tasksets.values()):
             raise ConfigError(f"tasksets={self.tasksets}: name at least one taskset with a share above 0")
         require_at_least(0, pacing_eta=self.pacing_eta, max_staleness=self.max_staleness, max_minutes=self.max_minutes,
@@ -175,6 +184,19 @@ class RLConfig:
         if self.mode == "async" and self.max_staleness < needed:
             raise ConfigError(f"max_staleness={self.max_staleness} is below pacing_eta + publish_every - 1 = {needed}: "
                               "every sample would be dropped as stale; raise it or lower the others")
+
+    def _check_rewards(self) -> None:
+        unknown = self.rewards.keys() - self.tasksets.keys()
+        if unknown:
+            raise ConfigError(f"rewards.{min(unknown)}: no such taskset here; tasksets: {', '.join(self.tasksets)}")
+        if any(rewards.model for rewards in self.rewards.values()) and not self.reward_model:
+            raise ConfigError("rewards: a reward model has a weight but reward_model is empty; name a checkpoint or "
+                              "stage:NAME")
+        if not 0 <= self.anchors_per_group < self.group_size:
+            raise ConfigError(f"anchors_per_group={self.anchors_per_group} must lie in [0, group_size)")
+        if self.anchors_per_group and (self.temperature != 1 or self.enable_thinking):
+            raise ConfigError("anchors_per_group needs temperature = 1 and enable_thinking = false: anchors are scored "
+                              "by the policy as it is and have no reasoning")
 
     @property
     def eta(self) -> int:

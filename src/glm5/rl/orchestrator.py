@@ -33,7 +33,7 @@ from glm5.rl.admission import is_measured
 from glm5.rl.advantages import has_signal
 from glm5.rl.config import RLConfig, read_rl_config
 from glm5.rl.curriculum import Curriculum, RatioPicker, Visit
-from glm5.rl.episodes import EpisodeRunner, failed_episode
+from glm5.rl.episodes import EpisodeRunner, failed_episode, monitor_counts
 from glm5.rl.ledger import Ledger
 from glm5.rl.pacing import may_start_groups
 from glm5.rl.registry import Registry, TaskService
@@ -181,6 +181,8 @@ class Orchestrator:
         failures = [attempt.reason for attempts in slots for attempt in attempts if attempt.outcome == "infra_error"]
         if reason:
             self._log.event("group_dropped", group_id=group.group_id, reason=reason)
+        if seen := monitor_counts(attempts[-1] for attempts in slots):
+            self._log.event("reward_hacking", group_id=group.group_id, **seen)
         if failures:
             self._log.event("episodes_failed", group_id=group.group_id, count=len(failures), first=failures[0])
 
@@ -189,10 +191,12 @@ class Orchestrator:
         self._wake.set()
 
     async def _run_slot(self, runner: EpisodeRunner, group: _Group, slot: int) -> list[Episode]:
+        anchored = slot >= self._config.group_size - self._config.anchors_per_group
+
         async def attempt(number: int) -> Episode:
             async with self._slots:
                 self._started += 1
-                return await self._attempt(runner, group, f"{group.group_id}-s{slot}a{number}")
+                return await self._attempt(runner, group, f"{group.group_id}-s{slot}a{number}", anchored)
 
         try:
             return await runner.until_measured(attempt)
@@ -201,7 +205,7 @@ class Orchestrator:
             self._finished += 1
             self._wake.set()
 
-    async def _attempt(self, runner: EpisodeRunner, group: _Group, episode_id: str) -> Episode:
+    async def _attempt(self, runner: EpisodeRunner, group: _Group, episode_id: str, anchored: bool) -> Episode:
         """One attempt at the best live service; ends when that service is declared dead."""
         names = {"taskset": group.taskset, "task_id": group.visit.task_id, "group_id": group.group_id,
                  "episode_id": episode_id}
@@ -209,7 +213,7 @@ class Orchestrator:
         service = await self._wait_for_service(group.taskset)
         if service is None:
             return failed_episode(f"no live task service for {group.taskset}", started_at=started_at, **names)
-        running = asyncio.create_task(runner.attempt(service.url, **names))
+        running = asyncio.create_task(runner.attempt(service.url, anchored=anchored, **names))
         attempts = self._attempts.setdefault(service.service_id, set())
         attempts.add(running)
         self.registry.get(service.service_id).running += 1

@@ -1,4 +1,5 @@
-"""The services of one run as processes of this machine: engine, gateway, one task service per taskset, orchestrator.
+"""The services of one run as processes of this machine: engine, gateway, one task service per taskset, orchestrator;
+the reward model where the configuration names one.
 
 ``RolloutStack`` starts them together, keeps them alive (``tend``), runs evaluations over them and stops them in order:
 orchestrator, task services, gateway, engine. Every service keeps its URL through restarts. A restarted engine loads the
@@ -22,6 +23,7 @@ from glm5.errors import EngineError, TaskError
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
 from glm5.rl.episodes import EpisodeRunner
+from glm5.rl.launch.rewards import reward_arguments, reward_model_directory
 from glm5.rl.supervisor import ServiceSpec, Supervisor
 from glm5.rl.weights import latest, verify
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
@@ -55,8 +57,9 @@ class RolloutStack:
                 write_atomic(self.run_dir / "config.json", json.dumps(dataclasses.asdict(self.config), indent=1) + "\n")
                 self.orchestrator_url = self._add_orchestrator()
                 register = ["--register", self.orchestrator_url]
+            rewards = reward_arguments(self.config, self.run_dir, self._add_reward_model())
             for taskset in self.config.tasksets:
-                arguments = ["env", "serve", taskset, "--sandbox", self.config.sandbox, *register,
+                arguments = ["env", "serve", taskset, "--sandbox", self.config.sandbox, *register, *rewards,
                              "--capacity", str(self.config.concurrency)]
                 self.service_urls[taskset] = self._supervisor.add(
                     ServiceSpec(f"tasks-{taskset}", "/info", lambda arguments=arguments: arguments))
@@ -171,6 +174,15 @@ class RolloutStack:
     def _gateway_arguments(self) -> list[str]:
         return ["gateway", "--engine", self.engine_url, "--tokenizer", str(self._engine_dir),
                 "--store", str(self.run_dir / "turns.sqlite")]
+
+    def _add_reward_model(self) -> str:
+        """URL of the reward model, "" where the configuration has none."""
+        if not self.config.reward_model:
+            return ""
+        directory = reward_model_directory(self.config.reward_model, self.run_dir)
+        arguments = ["reward", "serve", str(directory), "--threads", str(self.config.engine_threads),
+                     "--device", self.config.engine_device]
+        return self._supervisor.add(ServiceSpec("reward-model", "/health", lambda: arguments))
 
     def _add_orchestrator(self) -> str:
         arguments = ["orchestrator", str(self.run_dir / "config.json"), "--run-dir", str(self.run_dir),
