@@ -111,4 +111,6 @@ def test_a_directory_that_cannot_be_written_is_refused_and_a_full_disk_costs_no_
     feedback = {"response_id": "0" * 24, "score": 1.0, "correction": "x" * 400_000}
     with pytest.raises(Exception, match="could not be written"):
         collection.add_feedback(feedback, "me")
-    assert collection.failed == 1
+    assert collection.failed == 1 and (small_disk / "c" / "feedback.jsonl").read_text() == ""
+    assert collection.add_feedback({**feedback, "correction": "short"}, "me")["recorded"]
+    assert [record["correction"] for record in records(small_disk / "c", "feedback")] == ["short"]
