@@ -38,7 +38,8 @@ def config(directory, collection, **changes):
     return build_config(ContinualConfig, {
         "name": "round", "collections": [str(collection)], "min_conversations": 4,
         "sft": {"stage": "sft", "name": "sft", "init": str(directory), "steps": 2, "batch_rows": 2, "length": 64,
-                "mtp_steps": 0, "train_indexer": False, "bias_rate": 0.0, "device": "cpu", "data": {"conversations": [str(replayed)]}},
+                "mtp_steps": 0, "train_indexer": False, "bias_rate": 0.0, "device": "cpu",
+                "data": {"conversations": [str(replayed)]}},
         "preference": {"name": "preference", "objective": "dpo", "steps": 2, "batch_pairs": 2, "length": 64,
                        "held_out_fraction": 0.3, "device": "cpu"},
         "gate": {"rollouts": "rl.toml", "tasks": 4}, **changes}, "test")

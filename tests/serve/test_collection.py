@@ -87,7 +87,7 @@ def test_feedback(collecting):
 
 
 @pytest.mark.parametrize("body", [
-    {}, {"response_id": "x", "thumbs": "up"}, {"thumbs": "up"}, {"score": 2}, {"score": True}, {"score": "1"},
+    {}, {"response_id": "x", "thumbs": "up"}, {"score": 2}, {"score": True}, {"score": "1"},
     {"thumbs": "sideways"}, {"thumbs": "up", "score": 1}, {"comment": "nice"}, {"correction": ""}, {"thumbs": 1}])
 def test_feedback_that_says_nothing_is_refused(collecting, body):
     url, directory = collecting
@@ -111,4 +111,6 @@ def test_a_directory_that_cannot_be_written_is_refused_and_a_full_disk_costs_no_
     feedback = {"response_id": "0" * 24, "score": 1.0, "correction": "x" * 400_000}
     with pytest.raises(Exception, match="could not be written"):
         collection.add_feedback(feedback, "me")
-    assert collection.failed == 1
+    assert collection.failed == 1 and (small_disk / "c" / "feedback.jsonl").read_text() == ""
+    assert collection.add_feedback({**feedback, "correction": "short"}, "me")["recorded"]
+    assert [record["correction"] for record in records(small_disk / "c", "feedback")] == ["short"]

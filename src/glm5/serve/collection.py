@@ -9,6 +9,7 @@ an answer: what cannot be written is counted and said once.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -100,8 +101,10 @@ class Collection:
         try:
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
-                if os.write(file, line) < len(line):
-                    raise OSError(28, os.strerror(28))
+                written = os.write(file, line)
+                if written < len(line):  # the disk filled up in the middle of the line
+                    os.ftruncate(file, os.fstat(file).st_size - written)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(file)
         except OSError as error:
