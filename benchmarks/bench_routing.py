@@ -72,6 +72,8 @@ class Played:
     lost: list[str] = field(default_factory=list)
     max_load: float = 0.0
     """Largest number of sessions on a rank over the mean."""
+    moves: int = 0
+    """Sessions that changed their rank, each at the price of its whole prefix."""
 
 
 @contextmanager
@@ -158,7 +160,7 @@ async def play(engines: list[Rank], router: Router, name: str, sessions: int, tu
         await asyncio.gather(health, return_exceptions=True)
         pool.close()
         http.close()
-    played.prefilled = sum(after[url] - before[url] for url in after)
+    played.prefilled, played.moves = sum(after[url] - before[url] for url in after), router.num_moves
     return played
 
 
@@ -183,6 +185,7 @@ def main() -> None:
         ratio, goal = played.prefilled / played.appended, goals[run]
         rows.append(Row(name=f"routing.{run}.prefill_ratio", value=ratio, unit="ratio", n=played.turns,
                         goal=None if goal is None else f"at most {goal}", met=None if goal is None else ratio <= goal))
+    rows += [Row(name=f"routing.{run}.moves", value=runs[run].moves, unit="sessions") for run in ("affine", "killed")]
     lost, load = len(runs["killed"].lost), runs["affine"].max_load
     rows.append(Row(name="routing.killed.lost_sessions", value=lost, unit="sessions", n=options.sessions, goal="0",
                     met=lost == 0))
