@@ -122,6 +122,7 @@ async def play(engines: list[Rank], router: Router, name: str, sessions: int, tu
     victim = engines[0]
     before = {rank.url: await prefilled(http, rank) for rank in engines}
     after: dict[str, int] = {}
+    victims: list[Rank] = []
 
     async def session(number: int) -> None:
         draw = random.Random(f"{name}-{number}")
@@ -134,7 +135,8 @@ async def play(engines: list[Rank], router: Router, name: str, sessions: int, tu
             loads = [router.num_sessions(url) for url in router.engine_urls if router.is_alive(url)]
             if sum(loads) == sessions:
                 played.max_load = max(played.max_load, max(loads) * len(loads) / sessions)
-            if kill and victim.url not in after and 2 * played.turns >= sessions * turns:
+            if kill and not victims and 2 * played.turns >= sessions * turns:
+                victims.append(victim)  # first, because other sessions go on while the rank is asked
                 after[victim.url] = await prefilled(http, victim)
                 os.kill(victim.process.pid, signal.SIGKILL)
             if turn + 1 < turns:

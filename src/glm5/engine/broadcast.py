@@ -1,4 +1,4 @@
-"""Weights from the trainer's memory into the engine's: one broadcast over a process group that is used for nothing else.
+"""Weights from the trainer's memory into the engine's: one broadcast over a process group of its own.
 
 The group stands beside the default group of ``torch.distributed``: rank 0 sends, the engines receive. Tensors travel
 in the announced order as the bytes of a few large buffers, with one SHA-256 over all. Everything has a deadline; after
@@ -51,7 +51,7 @@ class Announcement:
                      for name, dtype, shape in zip(data["names"], data["dtypes"], data["shapes"], strict=True)}
             return cls(specs, str(data["sha256"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise WeightSyncError(f"announcement of weights: {error!r}; send names, dtypes, shapes and sha256") from None
+            raise WeightSyncError(f"announcement of weights: {error!r}; send names, dtypes, shapes, sha256") from None
 
 
 class WeightGroup:
@@ -124,7 +124,7 @@ def snapshot(model: GlmMoeDsaForCausalLM) -> dict[str, Tensor]:
 
 
 def with_tensors(current: GlmMoeDsaForCausalLM, tensors: Mapping[str, Tensor]) -> GlmMoeDsaForCausalLM:
-    """A copy of ``current`` with other weights. Raises CheckpointError for tensors that do not fit or are not finite."""
+    """A copy of ``current`` with other weights. Raises CheckpointError for tensors that do not fit or have NaNs."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"broadcast: {name} has values that are not finite; publish good weights")

@@ -242,7 +242,7 @@ class Engine:
 
         def load() -> GlmMoeDsaForCausalLM:
             if isinstance(self._runner.model, LedModel):
-                raise EngineError("a broadcast reaches one process; this engine has several, load the weights from disk")
+                raise EngineError("a broadcast reaches one process, this engine has several; load them from disk")
             return with_tensors(self._runner.model, tensors)
 
         return self._update(load, version, self.model_path, timeout_s, False)

@@ -13,6 +13,7 @@ from typing import Literal
 from glm5.config import build_config, load_config, require_at_least
 from glm5.device import AUTO
 from glm5.errors import ConfigError
+from glm5.rl.operation import ObservationConfig, SupervisionConfig, WeightsConfig
 from glm5.train.config import OptimizerConfig, ScheduleConfig
 
 
@@ -155,6 +156,12 @@ class RLConfig:
     """Sampling temperature of an evaluation."""
     seed: int = 0
     """Seed of the trainer."""
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    """How policy versions reach the engines."""
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+    """When a component counts as dead, and how it comes back."""
+    observation: ObservationConfig = field(default_factory=ObservationConfig)
+    """What is shown while the run goes on."""
 
     def __post_init__(self) -> None:
         if not self.tasksets or any(ratio <= 0 for ratio in self.tasksets.values()):

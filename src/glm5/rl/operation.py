@@ -38,6 +38,11 @@ class WeightsConfig:
             if value <= 0:
                 raise ConfigError(f"{name}={value} must be above 0")
 
+    @property
+    def whole_every(self) -> int:
+        """Every so-manyth version is a whole checkpoint; 1: all."""
+        return self.full_every if self.transport == "delta" else 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisionConfig:

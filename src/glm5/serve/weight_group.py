@@ -1,8 +1,8 @@
 """Endpoints by which a trainer broadcasts weights into the engine, named as SGLang's.
 
-``POST /init_weights_update_group {master_address, master_port, rank_offset, world_size, backend, timeout_s}`` joins the
-trainer's group, ``/update_weights_from_distributed {names, dtypes, shapes, sha256, weight_version}`` receives and swaps,
-``/destroy_weights_update_group`` leaves. What fails answers 400 and changes nothing.
+``POST /init_weights_update_group {master_address, master_port, rank_offset, world_size, backend, timeout_s}`` joins
+the trainer's group, ``/update_weights_from_distributed {names, dtypes, shapes, sha256, weight_version}`` receives and
+swaps, ``/destroy_weights_update_group`` leaves. What fails answers 400 and changes nothing.
 """
 
 from __future__ import annotations
