@@ -6,7 +6,11 @@ import sys
 from glm5.rl.reaper import ProcessRecord, process_tree, reap, start_time
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-FORK = "import subprocess, sys, time; child = subprocess.Popen(sys.argv[1:]); print(child.pid, flush=True); time.sleep(600)"
+FORK = """
+import subprocess, sys, time
+print(subprocess.Popen(sys.argv[1:]).pid, flush=True)
+time.sleep(600)
+"""
 
 
 def record_of_a_dead_owner(path, processes):

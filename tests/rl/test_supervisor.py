@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -94,7 +95,8 @@ def test_a_service_that_dies_again_and_again_ends_the_run_with_one_line(checkpoi
 
         def kill_and_tend():
             for process in supervisor.process_ids().values():
-                os.kill(process, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             supervisor.tend()
 
         with pytest.raises(ServiceError, match=r"gateway: exited with -9, the 2th time within 300 s; read .*\.log"):
@@ -125,7 +127,7 @@ def test_a_service_that_looks_well_but_does_no_work_is_started_again(tmp_path, e
         [sys.executable, str(liar), str(lie), *arguments], start_new_session=True))
     monkeypatch.setattr(supervision, "WORK_PERIOD_S", 0.0)
     with Supervisor(tmp_path, lambda kind, **values: events.append((kind, values))) as supervisor:
-        url = supervisor.add(ServiceSpec("tasks", "/health", lambda: [], task_service("coin")))
+        url = supervisor.add(ServiceSpec("tasks", "/health", list, task_service("coin")))
         supervisor.wait_until_ready()
         lie.touch()
         poll_until(lambda: "service_died" in kinds(events), supervisor.tend, 60, "detection")
@@ -148,7 +150,7 @@ def test_a_condemned_service_is_started_again(gateway, events):
 def test_intake_stops_first_then_the_newest_first(tmp_path):
     supervisor = Supervisor(tmp_path, lambda kind, **values: None)
     for name in ("engine", "gateway", "orchestrator", "tasks"):
-        spec = ServiceSpec(name, "/health", lambda: [], is_intake=name == "orchestrator")
+        spec = ServiceSpec(name, "/health", list, is_intake=name == "orchestrator")
         supervisor._services[name] = supervision._Service(spec, None)
     assert [service.spec.name for service in supervisor._stop_order()] == ["orchestrator", "tasks", "gateway", "engine"]
 

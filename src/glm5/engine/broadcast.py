@@ -143,7 +143,7 @@ def buffers(specs: Mapping[str, TensorSpec]) -> Iterator[Sequence[str]]:
     names: list[str] = []
     size = 0
     for name, spec in specs.items():
-        if names and size + spec.nbytes > BUFFER_BYTES:
+        if names and spec.nbytes and size + spec.nbytes > BUFFER_BYTES:
             yield names
             names, size = [], 0
         names.append(name)
