@@ -56,12 +56,15 @@ class SupervisionConfig:
     """Wait before the first restart; it doubles with every death that is not forgotten."""
     max_backoff_s: float = 30.0
     """Longest wait before a restart."""
+    probe_timeout_s: float = 2.0
+    """A service that takes longer to answer three times in a row hangs; raise it where steps take that long."""
     watch_trainer: bool = False
     """Run the trainer as a child that is started again when it is killed or stops giving signs of life."""
 
     def __post_init__(self) -> None:
         require_at_least(0, max_restarts=self.max_restarts)
-        for name, value in (("restart_window_s", self.restart_window_s), ("backoff_s", self.backoff_s)):
+        for name, value in (("restart_window_s", self.restart_window_s), ("backoff_s", self.backoff_s),
+                            ("probe_timeout_s", self.probe_timeout_s)):
             if value <= 0:
                 raise ConfigError(f"{name}={value} must be above 0")
         if self.max_backoff_s < self.backoff_s:

@@ -107,6 +107,8 @@ class _Engine:
     failing_since: float | None = None
     strikes: int = 0
     """Wrong or missing answers in a row."""
+    steps: int = -1
+    """Steps that it had made when it was last asked for them, -1 when it did not say."""
 
 
 class WeightPusher:
@@ -122,9 +124,9 @@ class WeightPusher:
         self._lock = threading.Condition()
         self._target: WeightVersion | None = None
         self._snapshot: Snapshot | None = None
-        self._failure: WeightSyncError | None = None
+        self._failure: BaseException | None = None
         self._stopped = False
-        self._thread = threading.Thread(target=self._work, name="weight-pusher", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weight-pusher", daemon=True)
 
     def __enter__(self) -> WeightPusher:
         self._thread.start()
@@ -161,6 +163,13 @@ class WeightPusher:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # a full disk under ``on_event``, say; raised again in the trainer's thread
+            with self._lock:
+                self._failure = error
 
     def _work(self) -> None:
         timeout = httpx.Timeout(self._config.deadline_s / 4, connect=5)
@@ -206,13 +215,16 @@ class WeightPusher:
                                push_s=round(report.push_s, 4), canary_error=report.canary_error)
             elif engine.held is not target or time.monotonic() - engine.checked_at >= self._config.recheck_s:
                 check_canary(client, url, target, self._config.canary_tolerance)
+                engine.steps = _steps(client, url)
+            else:
+                return
             with self._lock:
                 engine.held, engine.checked_at = target, time.monotonic()
                 engine.failing_since, engine.strikes = None, 0
         except (httpx.HTTPError, WeightSyncError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, CanaryError):
                 self._roll_back(client, engine, target)
-            self._note_failure(engine, target, error)
+            self._note_failure(client, engine, target, error)
 
     def _roll_back(self, client: httpx.Client, engine: _Engine, target: WeightVersion) -> None:
         """Bring back what the engine served before ``target``, if that is known and still on disk."""
@@ -228,7 +240,12 @@ class WeightPusher:
             self._on_event("weights_roll_back_failed", url=engine.url, version=target.version, to=before.version,
                            error=f"{type(error).__name__}: {error}")
 
-    def _note_failure(self, engine: _Engine, target: WeightVersion, error: Exception) -> None:
+    def _has_stepped(self, client: httpx.Client, engine: _Engine) -> bool:
+        """Whether an engine that did not answer in time works all the same: slow is not dead."""
+        before, engine.steps = engine.steps, _steps(client, engine.url)
+        return engine.steps not in (-1, before)
+
+    def _note_failure(self, client: httpx.Client, engine: _Engine, target: WeightVersion, error: Exception) -> None:
         now = time.monotonic()
         with self._lock:
             if engine.held is target:
@@ -242,11 +259,20 @@ class WeightPusher:
         said = f"{type(error).__name__}: {error}"
         if is_new:
             self._on_event("weights_push_failed", url=engine.url, version=target.version, error=said)
-        if isinstance(error, CanaryError | httpx.TimeoutException):  # it answers, or takes connections, and lies
+        if isinstance(error, CanaryError) or (isinstance(error, httpx.TimeoutException)
+                                              and not self._has_stepped(client, engine)):
             engine.strikes += 1
             if engine.strikes == _STRIKES:
                 engine.strikes = 0
                 self._on_suspect(engine.url, f"looks well but fails its canary: {said}")
+
+
+def _steps(client: httpx.Client, url: str) -> int:
+    """Steps that an engine says it made, -1 when it does not say."""
+    try:
+        return int(_json(client.get(f"{url}/stats", timeout=CANARY_TIMEOUT_S))["steps"])
+    except (httpx.HTTPError, WeightSyncError, KeyError, TypeError, ValueError):
+        return -1
 
 
 def _json(response: httpx.Response) -> dict[str, Any]:

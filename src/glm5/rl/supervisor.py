@@ -35,7 +35,6 @@ from glm5.rl.operation import SupervisionConfig
 from glm5.rl.reaper import ProcessRecord, reap
 
 PROBE_PERIOD_S = 1.0
-PROBE_TIMEOUT_S = 2.0
 FAILED_PROBES = 3
 WORK_PERIOD_S = 2.0
 WORK_TIMEOUT_S = 2.5
@@ -122,7 +121,7 @@ class Supervisor:
                 stop(service.process)
             service.port_holder.close()
         for thread in self._threads[1:]:
-            thread.join(timeout=PROBE_TIMEOUT_S + WORK_TIMEOUT_S)
+            thread.join(timeout=self._config.probe_timeout_s + WORK_TIMEOUT_S)
         self._record.remove()
 
     def _stop_order(self) -> list[_Service]:
@@ -247,7 +246,7 @@ class Supervisor:
 
     def _probe(self, service: _Service) -> None:
         worked_at = 0.0
-        with httpx.Client(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
+        with httpx.Client(timeout=self._config.probe_timeout_s, trust_env=False) as client:
             while not self._stopped.wait(PROBE_PERIOD_S):
                 if service.state != "running":
                     continue
