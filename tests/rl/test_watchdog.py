@@ -65,6 +65,15 @@ def test_an_error_before_the_first_sign_of_life_is_the_users(tmp_path):
     assert ended.value.code == 2 and deaths(tmp_path) == []
 
 
+def test_an_early_error_of_a_later_life_is_not_the_users(tmp_path):
+    script = tmp_path / "life.py"
+    script.write_text("import sys\nfrom pathlib import Path\nlog = Path(sys.argv[1])\n"
+                      "if log.exists() and len(log.read_text()) == 1:\n    log.write_text('xx')\n    sys.exit(2)\n"
+                      + LIFE.format(end="sys.exit(1) if lives == 0 else None", stall=60))
+    keep_running([str(script), str(tmp_path / "lives")], tmp_path, QUICK, [sys.executable])
+    assert deaths(tmp_path) == ["exited with 1", "exited with 2"]
+
+
 def test_a_trainer_that_dies_again_and_again_ends_with_one_line(tmp_path):
     with pytest.raises(ServiceError, match="the trainer exited with -9, the 2th time within 300 s"):
         run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", SupervisionConfig(max_restarts=1, backoff_s=0.01))

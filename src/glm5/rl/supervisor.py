@@ -42,6 +42,8 @@ FAILED_WORK = 2
 KEEPER_PERIOD_S = 0.1
 RECORD_PERIOD_S = 1.0
 START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 12.0
+"""A service is told to end, and killed when it does not; each step is bounded."""
 USER_ERROR = 2
 """Exit code of the command line for what the user can fix."""
 _HOST = "127.0.0.1"
@@ -114,14 +116,11 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
-        if self._threads[0].ident is not None:
-            self._threads[0].join(timeout=30)
-        for service in self._stop_order():
-            if service.process is not None:
-                stop(service.process)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(STOP_TIMEOUT_S * (1 + len(self._services)))
+        for service in self._services.values():
             service.port_holder.close()
-        for thread in self._threads[1:]:
-            thread.join(timeout=self._config.probe_timeout_s + WORK_TIMEOUT_S)
         self._record.remove()
 
     def _stop_order(self) -> list[_Service]:
@@ -174,16 +173,24 @@ class Supervisor:
     # -- the keeper's thread --------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        recorded_at = 0.0
+        """The life of the thread: its end is that of the services, by the parent-death signal."""
         try:
-            while not self._stopped.wait(KEEPER_PERIOD_S):
-                for service in list(self._services.values()):
-                    self._move_on(service)
-                if time.monotonic() - recorded_at >= RECORD_PERIOD_S:
-                    self._record.note(self.process_ids().values())
-                    recorded_at = time.monotonic()
+            self._keep_all()
         except BaseException as error:  # raised again in the owner's thread
             self._failure = error
+        self._stopped.wait()
+        for service in self._stop_order():
+            if service.process is not None:
+                stop(service.process)
+
+    def _keep_all(self) -> None:
+        recorded_at = 0.0
+        while not self._stopped.wait(KEEPER_PERIOD_S):
+            for service in list(self._services.values()):
+                self._move_on(service)
+            if time.monotonic() - recorded_at >= RECORD_PERIOD_S:
+                self._record.note(self.process_ids().values())
+                recorded_at = time.monotonic()
 
     def _move_on(self, service: _Service) -> None:
         """Notice a death, restart what is due."""

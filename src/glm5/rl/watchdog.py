@@ -5,8 +5,8 @@ watchdog holds the other end. Nothing of this touches the disk or reads the wall
 clock that jumps looks like a death. A trainer that falls silent for ``SILENT_S`` is killed, and its services, which ask
 the kernel to die with it, go too; the next start continues from the newest checkpoint.
 
-An error before the first sign of life is the user's and ends the watchdog with the trainer's exit code. Later ones, a
-full disk for example, are answered by another start, with growing pauses up to a cap, until there were
+An error before the very first sign of life is the user's and ends the watchdog with the trainer's exit code. Later ones,
+a full disk for example, are answered by another start, with growing pauses up to a cap, until there were
 ``max_restarts`` within ``restart_window_s``.
 """
 
@@ -85,8 +85,10 @@ def keep_running(arguments: Sequence[str], run_dir: Path, config: SupervisionCon
     """
     log = RunLog(run_dir)
     deaths: list[float] = []
+    has_lived = False
     while True:
-        why = _run_once([*program, *arguments])
+        why, lived = _run_once([*program, *arguments], has_lived)
+        has_lived |= lived
         if not why:
             return
         now = time.monotonic()
@@ -98,8 +100,11 @@ def keep_running(arguments: Sequence[str], run_dir: Path, config: SupervisionCon
         time.sleep(min(config.backoff_s * 2 ** (len(deaths) - 1), config.max_backoff_s))
 
 
-def _run_once(command: Sequence[str]) -> str:
-    """One life of the trainer: why it has to be started again, "" when it ended well."""
+def _run_once(command: Sequence[str], has_lived: bool) -> tuple[str, bool]:
+    """One life of the trainer: why it has to be started again, "" when it ended well; whether it gave a sign of life.
+
+    ``has_lived``: an earlier life did, so whatever goes wrong now is not the configuration.
+    """
     ours, theirs = os.pipe()
     environment = {**os.environ, PIPE_VARIABLE: str(theirs), PARENT_VARIABLE: str(os.getpid())}
     try:
@@ -107,13 +112,13 @@ def _run_once(command: Sequence[str]) -> str:
     finally:
         os.close(theirs)
     try:
-        return _watch(process, ours)
+        return _watch(process, ours, has_lived)
     finally:
         os.close(ours)
         stop(process, grace_s=30)
 
 
-def _watch(process: subprocess.Popen[bytes], pipe: int) -> str:
+def _watch(process: subprocess.Popen[bytes], pipe: int, has_lived: bool) -> tuple[str, bool]:
     alive = False
     silent_since = time.monotonic()
     while True:
@@ -124,14 +129,14 @@ def _watch(process: subprocess.Popen[bytes], pipe: int) -> str:
         code = process.wait(5) if readable and not beats else process.poll()  # the pipe closes with the process
         if code is not None:
             if code in (0, 130, -signal.SIGINT):
-                return ""
-            if code > 0 and not alive:
+                return "", alive
+            if code > 0 and not (alive or has_lived):
                 raise SystemExit(code)
-            return f"exited with {code}"
+            return f"exited with {code}", alive
         silent_s = time.monotonic() - silent_since
         if silent_s > (SILENT_S if alive else START_S):
             process.kill()
-            return f"gave no sign of life for {silent_s:.0f} s"
+            return f"gave no sign of life for {silent_s:.0f} s", alive
 
 
 def _note(event: Callable[..., None], kind: str, **values: object) -> None:
