@@ -5,8 +5,8 @@ watchdog holds the other end. Nothing of this touches the disk or reads the wall
 clock that jumps looks like a death. A trainer that falls silent for ``SILENT_S`` is killed, and its services, which ask
 the kernel to die with it, go too; the next start continues from the newest checkpoint.
 
-An error before the very first sign of life is the user's and ends the watchdog with the trainer's exit code. Later ones,
-a full disk for example, are answered by another start, with growing pauses up to a cap, until there were
+An error before the very first sign of life is the user's and ends the watchdog with the trainer's exit code. Later
+ones, a full disk for example, are answered by another start, with growing pauses up to a cap, until there were
 ``max_restarts`` within ``restart_window_s``.
 """
 
