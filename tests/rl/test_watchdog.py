@@ -45,14 +45,14 @@ def test_a_killed_trainer_and_one_that_fails_are_started_again_until_one_ends_we
 
 
 def test_a_stopped_trainer_is_silent_and_is_started_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "SILENT_S", 2.0)
+    monkeypatch.setattr(watchdog, "SILENT_S", 3.0)
     run(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP) if lives == 0 else None")
     assert lives(tmp_path) == 2
     assert [why.rpartition(" for ")[0] for why in deaths(tmp_path)] == ["gave no sign of life"]
 
 
 def test_a_trainer_whose_main_thread_stands_still_is_silent_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "SILENT_S", 2.0)
+    monkeypatch.setattr(watchdog, "SILENT_S", 3.0)
     run(tmp_path, "time.sleep(600) if lives == 0 else None", stall=0.5)
     assert lives(tmp_path) == 2
 
