@@ -42,6 +42,8 @@ from glm5.runlog import RunLog
 
 POLL_S = 0.05
 """How often the trainer's progress is read; also the longest idle time of the loop."""
+LIST_TIMEOUT_S = 3.0
+"""A task service that hangs must not stop the loop, which others watch."""
 TASK_BLOCK = 64
 """Task ids fetched at once."""
 AUDIT_PERIOD_S = 10.0
@@ -94,7 +96,7 @@ class Orchestrator:
                     self._give_up_on_dead_services()
                     self._audit()
                     while await self._open_group(runner):
-                        pass
+                        self._last_round = time.monotonic()
                     await self._pause()
         finally:
             self._track.end()
@@ -162,9 +164,10 @@ class Orchestrator:
                 return None
             first = self._ledger.next_task_index(taskset)
             try:
-                task_ids = await runner.list_tasks(service.url, taskset, "train", first, TASK_BLOCK)
-            except ServiceError as error:
-                self._log.event("tasks_not_listed", taskset=taskset, error=str(error))
+                async with asyncio.timeout(LIST_TIMEOUT_S):
+                    task_ids = await runner.list_tasks(service.url, taskset, "train", first, TASK_BLOCK)
+            except (ServiceError, TimeoutError) as error:
+                self._log.event("tasks_not_listed", taskset=taskset, error=str(error) or "no answer in time")
                 return None
             if not task_ids:
                 raise ServiceError(f"taskset {taskset}: no training task at index {first}; give it more tasks or fewer "
