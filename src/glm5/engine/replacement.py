@@ -1,8 +1,8 @@
 """Loading weights for an engine: the first ones, and those that replace them while it runs.
 
 A replacement is trusted only after four checks: the files, and those of the versions that it is a difference to, match
-the checksums of ``manifest.json`` when the publisher wrote one, the checkpoint itself is complete (``load_model``), every tensor has the shape of the one it replaces, and
-every value is finite.
+the checksums of ``manifest.json`` when the publisher wrote one, the checkpoint itself is complete (``load_model``),
+every tensor has the shape of the one it replaces, and every value is finite.
 """
 
 from __future__ import annotations
