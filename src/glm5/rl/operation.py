@@ -12,6 +12,8 @@ from typing import Literal
 from glm5.config import require_at_least
 from glm5.errors import ConfigError
 
+CANARY_TOLERANCE = 0.02
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsConfig:
@@ -26,7 +28,7 @@ class WeightsConfig:
     """collective: ``gloo`` through main memory, ``nccl`` between CUDA devices."""
     deadline_s: float = 120.0
     """An engine that holds no good version for longer ends the run; a quarter of it bounds one load or broadcast."""
-    canary_tolerance: float = 0.02
+    canary_tolerance: float = CANARY_TOLERANCE
     """Largest accepted mean |log-prob difference| over the canary, in nats."""
     recheck_s: float = 3.0
     """Seconds between two looks at the version and the canary of every engine."""

@@ -23,7 +23,7 @@ import httpx
 
 from glm5.errors import WeightSyncError
 from glm5.rl.broadcast import Snapshot, WeightBroadcaster
-from glm5.rl.operation import WeightsConfig
+from glm5.rl.operation import CANARY_TOLERANCE, WeightsConfig
 from glm5.rl.weights import WeightVersion
 
 RETRY_S = 0.5
@@ -52,7 +52,7 @@ class PushReport:
 
 
 def push(client: httpx.Client, url: str, published: WeightVersion,
-         tolerance: float = WeightsConfig.canary_tolerance) -> PushReport:
+         tolerance: float = CANARY_TOLERANCE) -> PushReport:
     """Load ``published`` into the engine at ``url`` and check its canary.
 
     Raises CanaryError, WeightSyncError when it is not loaded, httpx.HTTPError.
@@ -75,7 +75,7 @@ def load(client: httpx.Client, url: str, published: WeightVersion, rollback: boo
 
 
 def check_canary(client: httpx.Client, url: str, published: WeightVersion,
-                 tolerance: float = WeightsConfig.canary_tolerance) -> float:
+                 tolerance: float = CANARY_TOLERANCE) -> float:
     """Mean |difference| between the engine's canary log-probs and the manifest's.
 
     Raises CanaryError beyond the tolerance, httpx.TimeoutException when there is no answer in ``CANARY_TIMEOUT_S``.
