@@ -186,13 +186,15 @@ def disturb(run: Run, options: argparse.Namespace, can_fill: bool, log: Path) ->
     process = run.start()
     begin = time.monotonic()
     plan: list[tuple[str, str]] = []
-    next_at = begin + 15.0  # the first start may be spared, so that there is something to disturb
+    next_at = float("inf")  # what fails before the first step is the configuration's fault, and ends a run rightly
     while process.poll() is None:
         now = time.monotonic()
         minutes = (now - begin) / 60
         if minutes > 1.5 * options.minutes + GRACE_MINUTES:
             break
         result.seen.update(process_tree([process.pid]))
+        if next_at == float("inf") and (run.directory / "metrics.jsonl").exists():
+            next_at = now
         if minutes < options.minutes and now >= next_at:
             plan = plan or shuffled_plan(run, moments, can_fill)
             action, target = plan.pop()
