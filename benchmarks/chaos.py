@@ -40,6 +40,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from glm5.eval.report import Row, results_object  # noqa: E402
 from glm5.eval.statistics import bootstrap_mean  # noqa: E402
+from glm5.process import stop  # noqa: E402
 from glm5.rl import audit  # noqa: E402
 from glm5.rl.reaper import process_tree, start_time  # noqa: E402
 from glm5.rl.summary import reward_curve  # noqa: E402
@@ -99,14 +100,17 @@ class Run:
             f"init={checkpoint}", f"max_minutes={options.minutes}", "steps=100000", "checkpoint_every=2",
             "supervision.watch_trainer=true", "supervision.max_restarts=100000", "supervision.max_backoff_s=2",
             "stall_minutes=2", *options.override]
-        self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """Start it; its output goes beside its directory."""
+    @contextmanager
+    def started(self) -> Iterator[subprocess.Popen[bytes]]:
+        """It runs, at most as long as the body; its output goes beside its directory."""
         with open(self.directory.parent / f"{self.directory.name}.log", "ab") as log:
-            self.process = subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log,
-                                            stdin=subprocess.DEVNULL)
-        return self.process
+            process = subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log,
+                                       stdin=subprocess.DEVNULL)
+        try:
+            yield process
+        finally:
+            stop(process, grace_s=60)
 
     def components(self) -> dict[str, int]:
         """Process id of every component that is known and lives."""
@@ -150,12 +154,16 @@ def main() -> None:
         calm = Run(root / "undisturbed", options.checkpoint.resolve(), options)
         if not calm.is_finished():
             calm.directory.mkdir(exist_ok=True)
-            code = calm.start().wait(timeout=60 * (1.5 * options.minutes + GRACE_MINUTES))
+            with calm.started() as process:
+                code = process.wait(timeout=60 * (1.5 * options.minutes + GRACE_MINUTES))
             if code:
                 raise SystemExit(f"the undisturbed run exited with {code}; read {root / 'undisturbed.log'}")
         with small_disk(root / "disturbed", options.disk_mib) as can_fill:
             rough = Run(root / "disturbed", options.checkpoint.resolve(), options)
-            disturbed, code = disturb(rough, options, can_fill, root / "chaos.jsonl")
+            with rough.started() as process:
+                disturbed = disturb(rough, process, options, can_fill, root / "chaos.jsonl")
+                code = process.poll()
+            time.sleep(1.0)  # the kernel delivers the last parent-death signals
             rows = audit_rows(rough.directory, disturbed, code, can_fill)
             rows += reward_rows(calm.directory, rough.directory)
             if options.run_dir:  # what is mounted there goes away
@@ -180,10 +188,10 @@ def small_disk(directory: Path, mib: int) -> Iterator[bool]:
             subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-def disturb(run: Run, options: argparse.Namespace, can_fill: bool, log: Path) -> tuple[Disturbed, int | None]:
-    """Run under disturbances; what was done, and the exit code (None: it did not end)."""
+def disturb(run: Run, process: subprocess.Popen[bytes], options: argparse.Namespace, can_fill: bool,
+            log: Path) -> Disturbed:
+    """Disturb a run until it ends, or has had far more time than it should need; what was done."""
     moments, result = random.Random(options.seed), Disturbed()
-    process = run.start()
     begin = time.monotonic()
     plan: list[tuple[str, str]] = []
     next_at = float("inf")  # what fails before the first step is the configuration's fault, and ends a run rightly
@@ -203,12 +211,7 @@ def disturb(run: Run, options: argparse.Namespace, can_fill: bool, log: Path) ->
             next_at = time.monotonic() + moments.expovariate(1 / options.period)
         time.sleep(0.25)
     run.set_clock(0.0)
-    code = process.poll()
-    if code is None:
-        process.terminate()
-        process.wait(60)
-    time.sleep(1.0)
-    return result, code
+    return result
 
 
 def shuffled_plan(run: Run, moments: random.Random, can_fill: bool) -> list[tuple[str, str]]:
