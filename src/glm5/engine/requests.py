@@ -131,6 +131,12 @@ def check_prompt(ids: list[int] | np.ndarray, vocab_size: int, max_context: int)
     return prompt.astype(np.int64)
 
 
+def check_version(version: int) -> None:
+    """Raises InvalidRequestError for a policy version that records of turns cannot hold (32 bits)."""
+    if not 0 <= version < 2**31:
+        raise InvalidRequestError(f"weight_version: got {version}, expected 0 to {2**31 - 1}; correct it")
+
+
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raises InvalidRequestError when a sampling parameter is out of range."""
     violation = sampling_violation(params)
