@@ -238,6 +238,7 @@ def test_services_register_and_beat_over_http(tmp_path):
         assert "register again" in json.dumps(unknown.json()) and "capacity" in json.dumps(wrong.json())
         assert (registered.status_code, beat.status_code) == (200, 200)
         assert [service["id"] for service in stats["services"]] == ["a"] and stats["violations"] == []
+        assert progress.pop("loop_age_s") >= 0
         assert progress == {"step": 0, "version": -1, "may_start_groups": 0}
 
     asyncio.run(scenario())

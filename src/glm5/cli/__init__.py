@@ -17,7 +17,8 @@ app = typer.Typer(name="glm5", no_args_is_help=True, add_completion=False, prett
                   help="The complete GLM-5 system: train, reinforce and serve.")
 for command in (runs.run, runs.train, runs.rl, runs.orchestrator, runs.results,
                 serving.serve, serving.gateway, serving.generate, serving.chat,
-                models.convert, models.quantize, models.deploy):
+                models.convert, models.quantize, models.deploy,
+                ledger.timeline, ledger.transcripts, ledger.exporter):
     app.command()(command)
 
 _GROUPS = {

@@ -7,9 +7,12 @@ the mean number of sessions (Mirrokni et al., "Consistent Hashing with Bounded L
 A session moves between two turns, along the ring, at the price of computing its prefix again; therefore only
 
 - when its rank dies or drains: all its sessions move;
-- when its rank holds more than ``REBALANCE_FACTOR`` times the mean (and one more), because others have ended or a rank
-  was added or came back: sessions move until it does not. The gap between the two factors keeps a session from
-  moving for a small gain.
+- when a rank was added or came back, and its rank holds more than ``REBALANCE_FACTOR`` times the mean (and one more):
+  sessions move until it does not. The gap between the two factors keeps a session from moving for a small gain.
+
+Sessions that end make no other move. A rank is no busier for it, new sessions go where there is room, and in the last
+turns of a batch every move would compute the longest prefixes again. Hence the mean is of the most sessions that there
+were at once since the ranks last changed.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ class Router:
         self._assigned: dict[str, str] = {}
         self._dead: set[str] = set()
         self._draining: set[str] = set()
+        self._most = 0
+        """Sessions at once, at most, since the set of ranks that take sessions last changed."""
         self.num_moves = 0
         """Sessions that changed their rank."""
         for url in engine_urls:
@@ -51,6 +56,7 @@ class Router:
         """A rank joins the ring, or stops draining."""
         url = url.rstrip("/")
         self._draining.discard(url)
+        self._most = len(self._assigned)
         if url not in self._sessions:
             self._sessions[url] = set()
             for number in range(_POINTS_PER_ENGINE):
@@ -79,6 +85,7 @@ class Router:
             self.num_moves += 1
         self._assigned[session_id] = url
         self._sessions[url].add(session_id)
+        self._most = max(self._most, len(self._assigned))
         return url
 
     def release(self, session_id: str) -> None:
@@ -97,7 +104,9 @@ class Router:
 
     def mark_alive(self, url: str) -> None:
         """The engine answers again."""
-        self._dead.discard(url)
+        if url in self._dead:
+            self._dead.discard(url)
+            self._most = len(self._assigned)
 
     def is_alive(self, url: str) -> bool:
         """Whether the engine answers."""
@@ -122,7 +131,7 @@ class Router:
     def _must_leave(self, url: str) -> bool:
         if url in self._draining:
             return True
-        mean = len(self._assigned) / max(self._takers(), 1)
+        mean = self._most / max(self._takers(), 1)
         return len(self._sessions[url]) > math.ceil(REBALANCE_FACTOR * mean) + 1
 
     def _place(self, session_id: str) -> str | None:

@@ -14,6 +14,7 @@ from glm5.config import build_config, load_config, require_at_least
 from glm5.device import AUTO
 from glm5.env.rewards.config import RewardConfig
 from glm5.errors import ConfigError
+from glm5.rl.operation import ObservationConfig, SupervisionConfig, WeightsConfig
 from glm5.train.config import OptimizerConfig, ScheduleConfig
 
 
@@ -163,6 +164,12 @@ class RLConfig:
     one."""
     anchors_per_group: int = 0
     """Episodes of each group that answer with the task's anchor, where it has one, instead of sampling."""
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    """How policy versions reach the engines."""
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+    """When a component counts as dead, and how it comes back."""
+    observation: ObservationConfig = field(default_factory=ObservationConfig)
+    """What is shown while the run goes on."""
 
     def __post_init__(self) -> None:
         self._check_rewards()

@@ -37,10 +37,13 @@ from glm5.rl.episodes import EpisodeRunner, failed_episode, monitor_counts
 from glm5.rl.ledger import Ledger
 from glm5.rl.pacing import may_start_groups
 from glm5.rl.registry import Registry, TaskService
+from glm5.rl.spans import Track
 from glm5.runlog import RunLog
 
 POLL_S = 0.05
 """How often the trainer's progress is read; also the longest idle time of the loop."""
+LIST_TIMEOUT_S = 3.0
+"""A task service that hangs must not stop the loop, which others watch."""
 TASK_BLOCK = 64
 """Task ids fetched at once."""
 AUDIT_PERIOD_S = 10.0
@@ -74,6 +77,8 @@ class Orchestrator:
         self._started = self._finished = 0
         self._wake = asyncio.Event()
         self._last_audit = 0.0
+        self._last_round = time.monotonic()
+        self._track = Track(self._log.event, "orchestrator")
         self.failure: BaseException | None = None
         """What ended the loop, None while it runs."""
 
@@ -87,12 +92,14 @@ class Orchestrator:
         try:
             async with EpisodeRunner(self._config, self._gateway_url, self._config.temperature) as runner:
                 while True:
+                    self._last_round = time.monotonic()
                     self._give_up_on_dead_services()
                     self._audit()
                     while await self._open_group(runner):
-                        pass
+                        self._last_round = time.monotonic()
                     await self._pause()
         finally:
+            self._track.end()
             for group in self._groups:
                 group.cancel()
             await asyncio.gather(*self._groups, return_exceptions=True)
@@ -115,8 +122,9 @@ class Orchestrator:
                 "violations": self._ledger.check()}
 
     def progress(self) -> dict[str, Any]:
-        """How far the trainer is and how many groups may start."""
-        return {**asdict(self._ledger.progress()), "may_start_groups": self._may_start()}
+        """How far the trainer is, how many groups may start, and how long ago the loop last went round."""
+        return {**asdict(self._ledger.progress()), "may_start_groups": self._may_start(),
+                "loop_age_s": time.monotonic() - self._last_round}
 
     def _may_start(self) -> int:
         progress = self._ledger.progress()
@@ -156,9 +164,10 @@ class Orchestrator:
                 return None
             first = self._ledger.next_task_index(taskset)
             try:
-                task_ids = await runner.list_tasks(service.url, taskset, "train", first, TASK_BLOCK)
-            except ServiceError as error:
-                self._log.event("tasks_not_listed", taskset=taskset, error=str(error))
+                async with asyncio.timeout(LIST_TIMEOUT_S):
+                    task_ids = await runner.list_tasks(service.url, taskset, "train", first, TASK_BLOCK)
+            except (ServiceError, TimeoutError) as error:
+                self._log.event("tasks_not_listed", taskset=taskset, error=str(error) or "no answer in time")
                 return None
             if not task_ids:
                 raise ServiceError(f"taskset {taskset}: no training task at index {first}; give it more tasks or fewer "
@@ -256,8 +265,17 @@ class Orchestrator:
         if violations:
             raise ServiceError(f"ledger: {violations[0]} ({len(violations)} invariants broken); stop and inspect it")
 
+    def _waits(self) -> tuple[str, str]:
+        """What keeps more groups from starting now: its name, and who can change it."""
+        if self._unfinished >= self._config.concurrency:
+            return "all slots run", "episodes"
+        if self._may_start() == 0:
+            return "pacing", "trainer"
+        return "no task", "task services"
+
     async def _pause(self) -> None:
         """Until an episode ends, or long enough to look at the trainer's progress again."""
+        self._track.enter(*self._waits())
         self._wake.clear()
         for group in list(self._groups):
             if group.done():

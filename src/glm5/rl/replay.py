@@ -15,7 +15,7 @@ from glm5.errors import ConfigError, ServiceError
 from glm5.records import OUTCOMES, Episode, Trajectory, to_json
 from glm5.rl.ledger import episode_of_row, reading
 from glm5.runlog import write_atomic
-from glm5.tokenizer.bpe import load_tokenizer
+from glm5.tokenizer.bpe import Tokenizer
 
 GROUP_STATES = ("open", "ready", "leased", "acked", "dropped")
 _COLUMNS = ("episodes.episode_id, episodes.group_id, task_id, taskset, outcome, reward, episodes.reason, started_at, "
@@ -97,9 +97,8 @@ def export_episodes(run_dir: Path, output: Path, chosen: EpisodeFilter) -> int:
     return len(lines)
 
 
-def transcript(item: LedgerEpisode, checkpoint: Path) -> str:
-    """The episode as text, decoded with a checkpoint's tokenizer; sampled tokens stand between ⟦ and ⟧."""
-    tokenizer = load_tokenizer(checkpoint)
+def transcript(item: LedgerEpisode, tokenizer: Tokenizer) -> str:
+    """The episode as text; sampled tokens stand between ⟦ and ⟧."""
     episode = item.episode
     fate = item.excluded or item.group_reason or item.group_state
     lines = [f"{episode.episode_id}  task {episode.task_id}  outcome {episode.outcome}  "

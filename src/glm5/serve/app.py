@@ -44,6 +44,7 @@ from glm5.serve.memory import ResponseMemory
 from glm5.serve.metrics import Metrics
 from glm5.serve.openapi import docs_page, openapi
 from glm5.serve.token_protocol import parse_generate
+from glm5.serve.weight_group import WeightGroupApi
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:  # the engine module loads torch
@@ -71,6 +72,7 @@ class Api:
             ("POST", "/generate", self.generate),
             *([("POST", "/export_prefix", self.export_prefix)] if self._config.role == "prefill" else []),
             ("POST", "/update_weights_from_disk", self.update_weights),
+            *WeightGroupApi(self._engine, self._config).table(),
             ("POST", "/pause_generation", self.pause),
             ("POST", "/continue_generation", self.resume),
             ("GET", "/health", self.health),
@@ -141,7 +143,8 @@ class Api:
         data = await self._read(request)
         directory = field(data, "model_path", str, required=True)
         version = field(data, "weight_version", int, required=True)
-        outcome = await asyncio.to_thread(self._engine.update_weights, directory, version)
+        rollback = field(data, "rollback", bool, False)
+        outcome = await asyncio.to_thread(self._engine.update_weights, directory, version, rollback=rollback)
         return _json(asdict(outcome), 200 if outcome.success else 400)
 
     async def pause(self, request: Request) -> Response:

@@ -21,6 +21,7 @@ import httpx
 
 from glm5.errors import EngineError, TaskError
 from glm5.records import Episode
+from glm5.rl import probes
 from glm5.rl.config import RLConfig
 from glm5.rl.episodes import EpisodeRunner
 from glm5.rl.launch.rewards import reward_arguments, reward_model_directory
@@ -42,7 +43,7 @@ class RolloutStack:
         self.config, self.run_dir = config, run_dir
         self._engine_dir, self._weight_version, self._orchestrate = engine_dir, weight_version, orchestrate
         self._log = RunLog(run_dir)
-        self._supervisor = Supervisor(run_dir, self._log.event)
+        self._supervisor = Supervisor(run_dir, self._log.event, config.supervision)
         self._http = httpx.Client(timeout=30, trust_env=False)
         self.engine_url = self.gateway_url = self.orchestrator_url = ""
         self.service_urls: dict[str, str] = {}
@@ -51,7 +52,8 @@ class RolloutStack:
         self._supervisor.__enter__()
         try:
             self.engine_url = self._supervisor.add(ServiceSpec("engine", "/health_generate", self._engine_arguments))
-            self.gateway_url = self._supervisor.add(ServiceSpec("gateway", "/health", self._gateway_arguments))
+            self.gateway_url = self._supervisor.add(ServiceSpec(
+                "gateway", "/health", self._gateway_arguments, probes.gateway))
             register: list[str] = []
             if self._orchestrate:
                 write_atomic(self.run_dir / "config.json", json.dumps(dataclasses.asdict(self.config), indent=1) + "\n")
@@ -62,7 +64,8 @@ class RolloutStack:
                 arguments = ["env", "serve", taskset, "--sandbox", self.config.sandbox, *register, *rewards,
                              "--capacity", str(self.config.concurrency)]
                 self.service_urls[taskset] = self._supervisor.add(
-                    ServiceSpec(f"tasks-{taskset}", "/info", lambda arguments=arguments: arguments))
+                    ServiceSpec(f"tasks-{taskset}", "/info", lambda arguments=arguments: arguments,
+                                probes.task_service(taskset)))
             self._supervisor.wait_until_ready()
         except BaseException:
             self.__exit__()
@@ -74,12 +77,20 @@ class RolloutStack:
         self._supervisor.__exit__()
 
     def tend(self) -> None:
-        """Restart what died. Call often. Raises ServiceError when something dies again and again."""
+        """Raise what ended the supervision: ServiceError when something dies again and again. Call often."""
         self._supervisor.tend()
+
+    def condemn(self, url: str, why: str) -> None:
+        """Have the service at ``url`` started again although it looks well. From any thread."""
+        self._supervisor.condemn(url, why)
 
     def state(self) -> dict[str, str]:
         """State of each service."""
         return self._supervisor.state()
+
+    def heartbeats(self) -> dict[str, float]:
+        """Seconds since the last good probe of each service that runs."""
+        return self._supervisor.heartbeats()
 
     def update_weights(self, directory: Path, version: int) -> None:
         """Load a checkpoint into the engine and wait for it. Raises EngineError when it is refused."""
@@ -167,7 +178,8 @@ class RolloutStack:
             verify(published)
             directory, version = published.directory, published.version
         config = self.config
-        return ["serve", str(directory), "--weight-version", str(version), "--max-slots", str(config.concurrency),
+        slots = config.concurrency + self._orchestrate  # one for the canary, which must not wait for an episode
+        return ["serve", str(directory), "--weight-version", str(version), "--max-slots", str(slots),
                 "--max-context", str(config.max_context), "--threads", str(config.engine_threads),
                 "--device", config.engine_device]
 
@@ -187,4 +199,5 @@ class RolloutStack:
     def _add_orchestrator(self) -> str:
         arguments = ["orchestrator", str(self.run_dir / "config.json"), "--run-dir", str(self.run_dir),
                      "--gateway-url", self.gateway_url]
-        return self._supervisor.add(ServiceSpec("orchestrator", "/health", lambda: arguments))
+        return self._supervisor.add(ServiceSpec("orchestrator", "/health", lambda: arguments, probes.orchestrator,
+                                                is_intake=True))
