@@ -126,6 +126,17 @@ def test_an_engine_that_comes_back_is_given_sessions_by_the_load_of_now():
     assert router.num_moves - before <= 16
 
 
+def test_an_engine_that_was_only_slow_keeps_the_sessions_that_had_no_turn_meanwhile():
+    router = Router(ENGINES)
+    placed = {f"s{number}": router.choose(f"s{number}") for number in range(64)}
+    slow = "http://a:1"
+    own = [session for session, url in placed.items() if url == slow]
+    router.mark_dead(slow)
+    assert router.choose(own[0]) != slow
+    router.mark_alive(slow)
+    assert all(router.choose(session) == slow for session in own[1:]) and router.num_moves == 1
+
+
 def test_released_sessions_free_their_place():
     router = Router(ENGINES[:1])
     router.choose("s")

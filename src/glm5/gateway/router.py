@@ -6,7 +6,7 @@ the mean number of sessions (Mirrokni et al., "Consistent Hashing with Bounded L
 
 A session moves between two turns, along the ring, at the price of computing its prefix again; therefore only
 
-- when its rank dies or drains: all its sessions move;
+- when its rank is dead or drains;
 - when a rank was added or came back, and its rank holds more than ``REBALANCE_FACTOR`` times the mean (and one more):
   sessions move until it does not. The gap between the two factors keeps a session from moving for a small gain.
 
@@ -79,7 +79,7 @@ class Router:
             return current
         url = self._place(session_id)
         if url is None:
-            return current  # a draining rank that lives serves on rather than nobody
+            return None if current in self._dead else current  # a draining rank serves on rather than nobody
         if current is not None:
             self._sessions[current].discard(session_id)
             self.num_moves += 1
@@ -95,12 +95,9 @@ class Router:
             self._sessions[url].discard(session_id)
 
     def mark_dead(self, url: str) -> None:
-        """Give no session to this engine; its sessions choose again."""
+        """Give no session to this engine; its sessions choose again at their next turns, unless it lives by then: a
+        rank that was only slow still has their prefixes."""
         self._dead.add(url)
-        for session_id in self._sessions[url]:
-            del self._assigned[session_id]
-        self.num_moves += len(self._sessions[url])
-        self._sessions[url].clear()
 
     def mark_alive(self, url: str) -> None:
         """The engine answers again."""
@@ -129,7 +126,7 @@ class Router:
         return len(self._sessions) - len(self._dead | self._draining)
 
     def _must_leave(self, url: str) -> bool:
-        if url in self._draining:
+        if url in self._draining or url in self._dead:
             return True
         mean = self._most / max(self._takers(), 1)
         return len(self._sessions[url]) > math.ceil(REBALANCE_FACTOR * mean) + 1
