@@ -18,6 +18,7 @@ from glm5.records import to_json
 from glm5.rl import episodes, registry
 from glm5.rl.config import CurriculumConfig, RLConfig
 from glm5.rl.orchestrator import Orchestrator, build_app
+from glm5.rl.registry import Description
 
 from .factories import make_trajectory, open_ledger
 
@@ -85,7 +86,8 @@ def make_config(**changes):
 async def running(config, run_dir, service, *task_services):
     orchestrator = Orchestrator(config, run_dir, service.url)
     for number, one in enumerate(task_services or (service,)):
-        orchestrator.registry.register(f"tasks-{number}", one.url, 64, config.tasksets, time.monotonic())
+        orchestrator.registry.register(Description(id=f"tasks-{number}", url=one.url, capacity=64,
+                                                   tasksets=tuple(config.tasksets)), time.monotonic())
     loop = asyncio.create_task(orchestrator.run())
     try:
         yield orchestrator

@@ -14,11 +14,14 @@ def env_serve(names: Annotated[list[str], typer.Argument(help="Tasksets to serve
               host: Host = "127.0.0.1", port: Port = 8300, ready_file: ReadyFile = None,
               register: Annotated[str | None, typer.Option(help="Orchestrator URL to register at.")] = None,
               sandbox: Annotated[str, typer.Option(help="bwrap, or none for no isolation at all.")] = "bwrap",
-              capacity: Annotated[int, typer.Option(help="Episodes at once.")] = 64) -> None:
+              capacity: Annotated[int, typer.Option(help="Episodes at once.")] = 64,
+              ratio: Annotated[float, typer.Option(help="Factor on the shares of these tasksets.")] = 1.0,
+              speed: Annotated[float, typer.Option(help="Episodes started in a second at most; 0: no limit.")] = 0.0,
+              ) -> None:
     """Serve tasksets over HTTP."""
     from glm5.env.service import run_service
 
-    run_service(names, host, port, ready_file, register, sandbox, capacity)
+    run_service(names, host, port, ready_file, register, sandbox, capacity, ratio, speed)
 
 
 def env_list() -> None:

@@ -15,14 +15,13 @@ from typing import Any
 
 from glm5.errors import ServiceError
 from glm5.records import Episode, Trajectory, to_json
-from glm5.rl.ledger import episode_of_row
+from glm5.rl.ledger import EPISODE_COLUMNS, episode_of_row
+from glm5.rl.payloads import PayloadFiles
 from glm5.runlog import write_atomic
 from glm5.tokenizer.bpe import load_tokenizer
 
-_COLUMNS = ("episodes.episode_id, episodes.group_id, task_id, taskset, outcome, reward, episodes.reason, started_at, "
-            "duration_s, body, slot, final, excluded, multiplicity, groups.state, groups.reason, batch_id, "
-            "trainer_step")
-_QUERY = f"SELECT {_COLUMNS} FROM episodes JOIN groups USING (group_id) LEFT JOIN batches USING (batch_id)"
+_QUERY = (f"SELECT {EPISODE_COLUMNS}, slot, final, excluded, multiplicity, groups.state, groups.reason, batch_id, "
+          "trainer_step FROM episodes JOIN groups USING (group_id) LEFT JOIN batches USING (batch_id)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,8 @@ class LedgerEpisode:
     """Batch that trains or trained it."""
     trainer_step: int | None
     """Step at which that batch was leased."""
+    place: str
+    """Where its tokens are: ``database``, ``file``, or ``removed`` by retention; they are empty then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +75,11 @@ def read_episodes(run_dir: Path, chosen: EpisodeFilter) -> Iterator[LedgerEpisod
     used = {condition: value for condition, value in conditions.items() if value is not None}
     where = " WHERE " + " AND ".join(used) if used else ""
     limit = -1 if chosen.limit is None else chosen.limit
-    with closing(_open(ledger_path(run_dir))) as database:
+    path = ledger_path(run_dir)
+    files = PayloadFiles(path)
+    with closing(_open(path)) as database:
         for row in database.execute(f"{_QUERY}{where} ORDER BY episodes.rowid DESC LIMIT ?", (*used.values(), limit)):
-            yield _ledger_episode(row)
+            yield _ledger_episode(row, files)
 
 
 def read_episode(run_dir: Path, episode_id: str) -> LedgerEpisode:
@@ -86,7 +89,7 @@ def read_episode(run_dir: Path, episode_id: str) -> LedgerEpisode:
         row = database.execute(f"{_QUERY} WHERE episodes.episode_id = ?", (episode_id,)).fetchone()
     if row is None:
         raise ServiceError(f"{path}: no episode {episode_id!r}; list them with glm5 ledger list")
-    return _ledger_episode(row)
+    return _ledger_episode(row, PayloadFiles(path))
 
 
 def export_episodes(run_dir: Path, output: Path, chosen: EpisodeFilter) -> int:
@@ -149,8 +152,9 @@ def _open(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)
 
 
-def _ledger_episode(row: tuple[Any, ...]) -> LedgerEpisode:
-    return LedgerEpisode(episode_of_row(row), row[10], bool(row[11]), *row[12:])
+def _ledger_episode(row: tuple[Any, ...], files: PayloadFiles) -> LedgerEpisode:
+    slot, final, *fate = row[11:]
+    return LedgerEpisode(episode_of_row(row, files), slot, bool(final), *fate, place=row[9])
 
 
 def _spans(trajectory: Trajectory) -> list[tuple[bool, list[int]]]:

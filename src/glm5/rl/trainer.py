@@ -177,7 +177,7 @@ class Trainer:
         freeze(self._model)
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self.state = load_trainer_state(start, self._optimizer) if start else TrainerState()
-        self._ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups)
+        self._ledger = Ledger.of_run(config, run_dir)
         self._started = time.monotonic()
         self._elapsed_before = self.state.elapsed_s
         self._last_batch = max((int(batch) for batch in self.state.batch_ids), default=0)
