@@ -12,26 +12,30 @@ def episodes(rewards, outcomes=None):
             for slot, (reward, outcome) in enumerate(zip(rewards, outcomes, strict=True))]
 
 
+def fresh(episode):
+    return False
+
+
 def test_exactly_half_valid_is_dropped_and_one_more_is_kept():
     half = episodes([1.0, 0.0, None, None], ["ok", "ok", "infra_error", "cancelled"])
-    assert admit(half, [False] * 4, pad=True).reason == "too_few_valid"
+    assert admit(half, fresh, pad=True).reason == "too_few_valid"
     more = episodes([1.0, 0.0, 0.0, None], ["ok", "agent_error", "truncated", "infra_error"])
-    assert admit(more, [False] * 4, pad=True).multiplicities == [2, 1, 1, 0]
-    assert admit(more, [False] * 4, pad=False).multiplicities == [1, 1, 1, 0]
+    assert admit(more, fresh, pad=True).multiplicities == [2, 1, 1, 0]
+    assert admit(more, fresh, pad=False).multiplicities == [1, 1, 1, 0]
 
 
 def test_a_missing_reward_is_excluded_not_zero():
-    verdict = admit(episodes([1.0, 1.0, None]), [False] * 3, pad=False)
+    verdict = admit(episodes([1.0, 1.0, None]), fresh, pad=False)
     assert (verdict.reason, verdict.multiplicities) == ("zero_variance", [0, 0, 0])
 
 
 def test_equal_rewards_are_kept_when_asked_for():
-    verdict = admit(episodes([1.0, 1.0, None]), [False] * 3, pad=True, keep_equal=True)
+    verdict = admit(episodes([1.0, 1.0, None]), fresh, pad=True, keep_equal=True)
     assert (verdict.reason, verdict.multiplicities) == ("", [2, 1, 0])
 
 
 def test_a_group_that_only_staleness_made_short_is_dropped_as_stale():
-    verdict = admit(episodes([1.0, 0.0, 1.0]), [False, True, True], pad=True)
+    verdict = admit(episodes([1.0, 0.0, 1.0]), lambda episode: episode.episode_id != "g-s0a0", pad=True)
     assert verdict.reason == "stale"
 
 

@@ -8,7 +8,7 @@ its own reason. Repetition is a multiplicity, not a copied row: the same gradien
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from glm5.records import TRAINABLE_OUTCOMES, Episode, Sample, Trajectory
@@ -25,11 +25,12 @@ class Admission:
     """Per slot, how often its episode counts; 0 for excluded ones. All 0 in a dropped group."""
 
 
-def admit(episodes: Sequence[Episode], is_stale: Sequence[bool], *, pad: bool, keep_equal: bool = False) -> Admission:
+def admit(episodes: Sequence[Episode], is_stale: Callable[[Episode], bool], pad: bool,
+          keep_equal: bool = False) -> Admission:
     """Apply the failure rule to the final episodes of a group, one per slot; ``keep_equal`` keeps equal rewards."""
     size = len(episodes)
     measured = [index for index, episode in enumerate(episodes) if is_measured(episode)]
-    valid = [index for index in measured if not is_stale[index]]
+    valid = [index for index in measured if not is_stale(episodes[index])]
     nothing = [0] * size
     if 2 * len(valid) <= size:
         return Admission("stale" if 2 * len(measured) > size else "too_few_valid", nothing)

@@ -265,7 +265,12 @@ class RLConfig:
     @property
     def fresh_groups(self) -> int:
         """Groups of a batch that have never been trained; the others are trained again."""
-        return self.groups_per_batch - int(self.replay.share * self.groups_per_batch)
+        return self.groups_per_batch - self.reused_groups
+
+    @property
+    def reused_groups(self) -> int:
+        """Groups of a batch that were trained before, at most."""
+        return int(self.replay.share * self.groups_per_batch)
 
     @property
     def publication_interval(self) -> int:

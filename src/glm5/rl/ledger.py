@@ -20,10 +20,11 @@ Orchestrator and trainer each hold one connection (``schema``). The tokens of ep
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from glm5.records import Episode, Sample
 from glm5.rl import audit
 from glm5.rl.admission import Admission, admit, group_samples, is_measured, sampled_versions
 from glm5.rl.advantages import GroupAdvantage
-from glm5.rl.config import LedgerConfig, ReplayConfig, RLConfig
+from glm5.rl.config import NO_BOUND, LedgerConfig, ReplayConfig, RLConfig
 from glm5.rl.payloads import PayloadFiles, PayloadKeeper, decode_payload, encode_payload
 from glm5.rl.schema import connect
 
@@ -74,13 +75,14 @@ class Ledger:
             self._db = connect(path)
         self._files = PayloadFiles(self._path)
         self._keeper = PayloadKeeper(self._db, self._files, self._transaction, config or LedgerConfig(),
-                                     self._replay.max_age if self._replay.share else 0)
+                                     self._replay.max_age if self._replay.share else -1)
 
     @classmethod
     def of_run(cls, config: RLConfig, run_dir: Path) -> Ledger:
         """The ledger of a run."""
+        replay = config.replay if config.mode != "offline" else dataclasses.replace(config.replay, max_age=NO_BOUND)
         return cls(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups,
-                   config=config.ledger, replay=config.replay)
+                   config=config.ledger, replay=replay)
 
     def close(self) -> None:
         """Close the connection; further calls fail."""
@@ -123,8 +125,10 @@ class Ledger:
         with self._transaction():
             size = self._open_size(group_id)
             spans = self._step_spans(finals)
-            is_stale = [span is not None and self.progress().step - span[0] > self._max_staleness for span in spans]
-            admission = self._admission(finals, spans, is_stale, keep_equal)
+            step = self.progress().step
+            stale = {episode.episode_id for episode, span in zip(finals, spans, strict=True)
+                     if span is not None and step - span[0] > self._max_staleness}
+            admission = self._admission(finals, spans, stale, keep_equal)
             if len(slots) > size or (len(slots) < size and not admission.reason and not keep_equal):
                 raise ServiceError(f"group {group_id}: {len(slots)} slots ended, expected {size}; nothing was stored")
             for slot, attempts in enumerate(slots):
@@ -132,7 +136,7 @@ class Ledger:
                     self._insert_episode(failed, payloads, slot, final=False, excluded=failed.outcome, multiplicity=0,
                                          span=None)
                 self._insert_episode(attempts[-1], payloads, slot, final=True,
-                                     excluded=_excluded(attempts[-1], is_stale[slot]),
+                                     excluded=_excluded(attempts[-1], stale),
                                      multiplicity=admission.multiplicities[slot], span=spans[slot])
             kept = [span for span, times in zip(spans, admission.multiplicities, strict=True) if times and span]
             oldest, newest = min((low for low, _ in kept), default=None), max((high for _, high in kept), default=None)
@@ -159,6 +163,12 @@ class Ledger:
         with self._transaction():
             self._db.execute("INSERT INTO versions VALUES (?, ?, ?)", (version, step, time.time()))
 
+    def adopt_versions(self, versions: Iterable[int]) -> None:
+        """Note policy versions of another run, which have no place among the steps of this one, as those of step 0."""
+        with self._transaction():
+            self._db.executemany("INSERT OR IGNORE INTO versions VALUES (?, 0, ?)",
+                                 [(version, time.time()) for version in versions])
+
     def newest_version(self) -> int:
         """Largest policy version ever recorded, -1 when there is none."""
         row = self._db.execute("SELECT MAX(version) FROM versions").fetchone()
@@ -177,13 +187,16 @@ class Ledger:
         """Groups that wait for the trainer, stale ones included."""
         return int(self._db.execute("SELECT number FROM group_counts WHERE state = 'ready'").fetchone()[0])
 
-    def lease(self, batch_groups: int, trainer_step: int,
-              advantage: GroupAdvantage = "mean") -> LeasedBatch | None:
+    def lease(self, batch_groups: int, trainer_step: int, advantage: GroupAdvantage = "mean", *,
+              reuse: int = 0, fill: bool = False) -> LeasedBatch | None:
         """Hand out the ``batch_groups`` oldest ready groups, or None when there are fewer.
 
-        With ``replay.share`` groups of earlier batches join them, up to that share of the batch: the least used first,
-        then the newest. They are in the weights already (or will be undone together with this batch), so any bound on
-        their age is ``replay.max_age``. First drops ready groups that are too stale, and those of a lost timeline: sampled by weights of a later step
+        At most ``reuse`` groups of earlier batches join them, the least used first, then the newest, as ``replay``
+        allows. They are in the weights already, or will be undone together with this batch. With ``fill`` such groups
+        also take the places of ready ones that are missing, and the batch may be smaller; None means that nothing is
+        left to train.
+
+        First drops ready groups that are too stale, and those of a lost timeline: sampled by weights of a later step
         than the trainer has, which happens when training resumed from an older checkpoint.
         """
         with self._transaction():
@@ -191,26 +204,27 @@ class Ledger:
                              "AND ? - min_step > ?", (trainer_step, self._max_staleness))
             self._db.execute("UPDATE groups SET state = 'dropped', reason = 'rollback' WHERE state = 'ready' "
                              "AND max_step > ?", (trainer_step,))
-            rows = self._db.execute("SELECT group_id FROM groups WHERE state = 'ready' ORDER BY min_step, closed_seq "
-                                    "LIMIT ?", (batch_groups,)).fetchall()
-            if len(rows) < batch_groups:
+            fresh = [group_id for (group_id,) in self._db.execute(
+                "SELECT group_id FROM groups WHERE state = 'ready' ORDER BY min_step, closed_seq LIMIT ?",
+                (batch_groups,))]
+            missing = batch_groups - len(fresh)
+            if missing and not fill:
                 return None
-            reused = self._reusable_groups(batch_groups, trainer_step)
+            reused = self._reusable_groups(reuse + missing, trainer_step)
+            if not fresh and not reused:
+                return None
             batch_id = self._db.execute("INSERT INTO batches (trainer_step, leased_at, state) VALUES (?, ?, 'leased')",
                                         (trainer_step, time.time())).lastrowid
             assert batch_id is not None
             self._db.executemany("UPDATE groups SET state = 'leased', batch_id = ? WHERE group_id = ?",
-                                 [(batch_id, group_id) for (group_id,) in rows])
-            fresh = [group_id for (group_id,) in rows]
+                                 [(batch_id, group_id) for group_id in fresh])
             self._db.executemany("INSERT INTO leases VALUES (?, ?, ?)",
                                  [*((batch_id, group_id, 0) for group_id in fresh),
                                   *((batch_id, group_id, 1) for group_id in reused)])
             return self._load_batch(batch_id, trainer_step, fresh, reused, advantage)
 
-    def _reusable_groups(self, fresh_groups: int, trainer_step: int) -> list[str]:
-        """Groups of earlier batches for a batch of so many new ones; see ``lease``."""
-        share = self._replay.share
-        wanted = int(share * fresh_groups / (1 - share) + 1e-9)
+    def _reusable_groups(self, wanted: int, trainer_step: int) -> list[str]:
+        """At most so many groups of earlier batches that may be trained again."""
         rows = self._db.execute(
             "SELECT group_id, COUNT(*) AS uses FROM groups JOIN leases USING (group_id) JOIN batches "
             "ON batches.batch_id = leases.batch_id WHERE groups.state IN ('leased', 'acked') "
@@ -257,6 +271,11 @@ class Ledger:
     def payload_bytes(self) -> dict[str, int]:
         """Compressed bytes of tokens by place: ``database``, ``file``, and ``removed`` for what retention gave up."""
         return audit.payload_bytes(self._db)
+
+    def group_state(self, group_id: str) -> str | None:
+        """State of a group; None when there is none of this id."""
+        row = self._db.execute("SELECT state FROM groups WHERE group_id = ?", (group_id,)).fetchone()
+        return None if row is None else str(row[0])
 
     def counts(self) -> audit.LedgerCounts:
         """Groups by state and reason, episodes by fate."""
@@ -321,11 +340,11 @@ class Ledger:
         return [(min(steps[version] for version in found), max(steps[version] for version in found))
                 if found and found <= steps.keys() else None for found in versions]
 
-    def _admission(self, finals: Sequence[Episode], spans: Sequence[tuple[int, int] | None], is_stale: Sequence[bool],
+    def _admission(self, finals: Sequence[Episode], spans: Sequence[tuple[int, int] | None], stale: set[str],
                    keep_equal: bool) -> Admission:
         if any(is_measured(episode) and span is None for episode, span in zip(finals, spans, strict=True)):
             return Admission("unknown_version", [0] * len(finals))
-        return admit(finals, is_stale, pad=self._pad_groups, keep_equal=keep_equal)
+        return admit(finals, lambda episode: episode.episode_id in stale, self._pad_groups, keep_equal)
 
     def _insert_episode(self, episode: Episode, payloads: dict[str, bytes], slot: int, *, final: bool, excluded: str,
                         multiplicity: int, span: tuple[int, int] | None) -> None:
@@ -374,8 +393,8 @@ def episode_of_row(row: Sequence[Any], files: PayloadFiles) -> Episode:
                    trajectories=trajectories)
 
 
-def _excluded(episode: Episode, is_stale: bool) -> str:
+def _excluded(episode: Episode, stale: set[str]) -> str:
     """Why an episode may not be trained on; empty when it may."""
     if not is_measured(episode):
         return "unmeasured" if episode.outcome == "ok" else episode.outcome
-    return "stale" if is_stale else ""
+    return "stale" if episode.episode_id in stale else ""

@@ -119,7 +119,7 @@ class PayloadKeeper:
                  reuse_age: int) -> None:
         self._db, self._files, self._transaction, self._config = db, files, transaction, config
         self._reuse_age = reuse_age
-        """Trained groups younger than this, in steps, may be trained again and stay."""
+        """Trained groups up to this age, in steps, may be trained again and stay; -1: none may."""
 
     def spill(self) -> int:
         """Move payloads to files until the database holds no more than ``budget_bytes``. Returns how many groups.

@@ -58,7 +58,9 @@ class EpisodeFilter:
     state: str | None = None
     """State of the group."""
     limit: int | None = None
-    """Newest so many."""
+    """The first so many."""
+    oldest_first: bool = False
+    """In the order in which they ended; otherwise the newest first."""
 
 
 def ledger_path(run_dir: Path) -> Path:
@@ -70,15 +72,16 @@ def ledger_path(run_dir: Path) -> Path:
 
 
 def read_episodes(run_dir: Path, chosen: EpisodeFilter) -> Iterator[LedgerEpisode]:
-    """Matching episodes, newest first. Raises ServiceError when there is no ledger."""
+    """Matching episodes, those of a group together. Raises ServiceError when there is no ledger."""
     conditions = {"taskset = ?": chosen.taskset, "outcome = ?": chosen.outcome, "groups.state = ?": chosen.state}
     used = {condition: value for condition, value in conditions.items() if value is not None}
     where = " WHERE " + " AND ".join(used) if used else ""
     limit = -1 if chosen.limit is None else chosen.limit
+    order = "ASC" if chosen.oldest_first else "DESC"
     path = ledger_path(run_dir)
     files = PayloadFiles(path)
     with closing(_open(path)) as database:
-        for row in database.execute(f"{_QUERY}{where} ORDER BY episodes.rowid DESC LIMIT ?", (*used.values(), limit)):
+        for row in database.execute(f"{_QUERY}{where} ORDER BY episodes.rowid {order} LIMIT ?", (*used.values(), limit)):
             yield _ledger_episode(row, files)
 
 

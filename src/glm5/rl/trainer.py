@@ -89,7 +89,9 @@ def run_rl(config: RLConfig, run_dir: Path, init_dir: Path | None = None) -> Pat
 def _train(config: RLConfig, run_dir: Path, resolved: Path) -> Path:
     torch.set_num_threads(config.trainer_threads)
     torch.manual_seed(config.seed)
-    trainer = Trainer(config, run_dir, resolved)
+    from glm5.rl.offline import OfflineTrainer  # here, because it builds on this module
+
+    trainer = (OfflineTrainer if config.mode == "offline" else Trainer)(config, run_dir, resolved)
     try:
         checkpoint = trainer.run()
     finally:
@@ -252,8 +254,9 @@ class Trainer:
         deadline = time.monotonic() + 60 * self.config.stall_minutes
         stack.tend()
         while True:
-            if self._ledger.ready_groups() >= self.config.groups_per_batch:
-                batch = self._ledger.lease(self.config.groups_per_batch, self.state.step, self.config.advantage)
+            if self._ledger.ready_groups() >= self.config.fresh_groups:
+                batch = self._ledger.lease(self.config.fresh_groups, self.state.step, self.config.advantage,
+                                           reuse=self.config.reused_groups)
                 if batch is not None:
                     return batch
             if self._is_finished():
@@ -315,6 +318,7 @@ class Trainer:
         ages = list(batch.staleness.values())
         self._log.metrics(
             step=self.state.step, **means, **result.metrics, samples=len(batch.samples), episodes=batch.episodes,
+            reused_groups=batch.reused,
             finished_episodes=len(everything), staleness_mean=sum(ages) / len(ages), staleness_max=max(ages),
             tokens=result.tokens, tokens_per_s=result.tokens / seconds["train_s"], **seconds,
             policy_version=self.state.policy_version, update_applied=result.finite, elapsed_s=self.state.elapsed_s,
