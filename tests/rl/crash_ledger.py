@@ -18,8 +18,9 @@ from glm5.rl.ledger import Ledger
 from glm5.rl.replay import EpisodeFilter, read_episodes
 from tests.rl.factories import add_group, make_episode
 
-CONFIG = LedgerConfig(budget_bytes=1200, retain_bytes=900)
-_WRITES = ("INSERT", "UPDATE", "COMMIT", "BEGIN", "CREATE")
+CONFIG = LedgerConfig(budget_bytes=500, retain_bytes=300)
+REWARDS = (0.0, 1.0)
+_WRITES = ("INSERT", "UPDATE", "COMMIT")
 
 
 def open_ledger(directory: Path) -> Ledger:
@@ -30,11 +31,11 @@ def scenario(directory: Path) -> None:
     """Groups enter beyond the budget, two batches are trained and acked, retention removes what is old."""
     ledger = open_ledger(directory)
     ledger.record_version(0, 0)
-    for index in range(5):
-        add_group(ledger, index)
+    for index in range(4):
+        add_group(ledger, index, REWARDS)
         if index == 2:
             ledger.ack(ledger.lease(2, 0).batch_id, 1)
-    ledger.ack(ledger.lease(2, 1).batch_id, 2)
+    ledger.ack(ledger.lease(1, 1).batch_id, 2)
     ledger.recover(2, 2)
     ledger.close()
 
@@ -79,7 +80,7 @@ def verify(directory: Path) -> None:
     named = {item.episode.group_id for item in read_episodes(directory, EpisodeFilter()) if item.place == "file"}
     folder = directory / "ledger.payloads"
     assert {path.name for path in folder.glob("[!.]*")} == named
-    add_group(ledger, 9, version=1)  # and it goes on
+    add_group(ledger, 9, REWARDS, version=1)  # and it goes on
     assert ledger.lease(1, progress) is not None
     ledger.close()
 

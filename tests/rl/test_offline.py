@@ -6,7 +6,7 @@ import torch
 
 from glm5.errors import ConfigError, DataError, ServiceError
 from glm5.model.checkpoint import load_model
-from glm5.rl.config import ReplayConfig, RLConfig
+from glm5.rl.config import LossConfig, ReplayConfig, RLConfig
 from glm5.rl.ledger import Ledger
 from glm5.rl.offline import import_groups, read_source
 from glm5.rl.replay import EpisodeFilter, export_episodes
@@ -18,6 +18,7 @@ from .factories import add_group, make_episode, open_ledger
 
 CONFIG = RLConfig(name="offline", tasksets={"calculator": 1.0}, mode="offline", groups_per_batch=2, steps=50,
                   checkpoint_every=2, replay=ReplayConfig(source="nowhere", max_uses=2),
+                  loss=LossConfig(kind="ppo"),  # against the trainer's own log-probs: the recorded ones are made up
                   optimizer=OptimizerConfig(lr=1e-3, kind="adamw", weight_decay=0.0))
 
 
