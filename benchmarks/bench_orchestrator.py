@@ -223,7 +223,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.concurrency, options.turns, options.episodes, options.latency_s = 64, 4, 128, 0.2
-    size, batch = 8, 16
+    size, batch = 8, max(2, min(16, options.concurrency // 32))
     eta = options.concurrency // (size * batch) + 2
     config = RLConfig(name="bench", tasksets={"scripted": 1.0}, groups_per_batch=batch, group_size=size,
                       concurrency=options.concurrency, max_turns=options.turns, pacing_eta=eta,

@@ -8,6 +8,8 @@ the rows. SQLite in WAL mode; commits reach the disk before they return.
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from glm5.errors import ServiceError
@@ -79,3 +81,21 @@ def connect(path: str | Path) -> sqlite3.Connection:
         db.close()
         raise ServiceError(f"{path}: ledger format {found}, expected {FORMAT}; use the version that wrote it")
     return db
+
+
+@contextmanager
+def reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
+    """The ledger of a run directory, read-only, while the run may go on. Raises ServiceError when there is none, or no
+    readable one."""
+    path = run_dir / "ledger.sqlite"
+    if not path.is_file():
+        raise ServiceError(f"{path}: missing; give the run directory of an RL run")
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)) as database:
+            found = int(database.execute("PRAGMA user_version").fetchone()[0])
+            if found != FORMAT:
+                raise ServiceError(f"{path}: ledger format {found}, expected {FORMAT}; give the run directory of an RL "
+                                   "run, or use the version that wrote it")
+            yield database
+    except sqlite3.Error as error:
+        raise ServiceError(f"{path}: not a readable ledger ({error}); give the run directory of an RL run") from None
