@@ -10,7 +10,9 @@ import shutil
 import signal
 import sqlite3
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from glm5.rl import schema
 from glm5.rl.config import LedgerConfig
@@ -58,9 +60,15 @@ def kill_at(number: int) -> None:
         return db
 
     schema.sqlite3.connect = connect_traced
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            count()
+            return original(*arguments, **options)
+
+        return counted
+
     for name in ("replace", "unlink", "fsync", "mkdir"):
-        original = getattr(os, name)
-        setattr(os, name, lambda *arguments, _original=original, **options: (count(), _original(*arguments, **options))[1])
+        setattr(os, name, counting(getattr(os, name)))
 
 
 def verify(directory: Path) -> None:

@@ -77,7 +77,7 @@ def test_an_import_that_was_cut_off_goes_on(tmp_path, source):
 
 
 def test_what_cannot_be_read_is_named(tmp_path, source):
-    with pytest.raises(ConfigError, match="replay.source=.*cannot be read"):
+    with pytest.raises(ConfigError, match=r"replay\.source=.*cannot be read"):
         list(read_source(tmp_path / "nowhere.jsonl"))
     with pytest.raises(ServiceError, match="give the run directory"):
         list(read_source(tmp_path))

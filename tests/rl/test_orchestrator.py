@@ -23,7 +23,6 @@ from glm5.runlog import read_jsonl
 
 from .factories import make_trajectory, open_ledger
 
-
 OLD = {"mode": "async", "pacing_eta": 0, "max_staleness": 100}
 """For runs of several steps whose policy stays version 0."""
 

@@ -39,6 +39,7 @@ from glm5.rl.config import NO_BOUND, LedgerConfig, ReplayConfig, RLConfig
 from glm5.rl.payloads import PayloadFiles, PayloadKeeper, decode_payload, encode_payload
 from glm5.rl.schema import connect
 
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far the trainer is: optimizer steps done, and the newest policy version that engines may hold (-1: none)."""
@@ -117,8 +118,8 @@ class Ledger:
         """Enter a finished group: per slot its attempts in order, of which the last counts.
 
         With ``keep_equal`` a group whose rewards are all equal is kept. Such a group, and one that is dropped, may have
-        ended before all its slots began; its size becomes that of ``slots``. Returns "" when the group became ready, else the reason
-        why it was dropped.
+        ended before all its slots began; its size becomes that of ``slots``. Returns "" when the group became ready,
+        else the reason why it was dropped.
         """
         finals = [attempts[-1] for attempts in slots]
         payloads = {episode.episode_id: encode_payload(episode) for attempts in slots for episode in attempts}
