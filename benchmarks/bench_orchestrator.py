@@ -192,6 +192,9 @@ def measure(services: Services, ledger: Ledger, config: RLConfig, episodes: int)
         elapsed_s = time.monotonic() - started
         spent = {name: cpu_seconds(process) - before[name] for name, process in services.processes.items()}
         peak = {name: peak_bytes(process) for name, process in services.processes.items()}
+    fates, retried = stats["ledger"]["episodes"], stats["ledger"]["retried"]
+    if fates.get("infra_error") or retried:
+        raise RuntimeError(f"not a clean run: episodes {fates}, {retried} attempts failed; read events.jsonl")
     if stats["violations"] or gateway["mismatches"] or gateway["errors"] or not step:
         raise RuntimeError(f"not a clean run: {stats['violations']}, gateway {gateway}, {step} steps")
     turns = gateway["calls"]
@@ -218,6 +221,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10, help="model calls of an episode")
     parser.add_argument("--episodes", type=int, default=2000)
     parser.add_argument("--latency-s", type=float, default=1.0, help="mean time of the engine")
+    parser.add_argument("--folder", type=Path, help="a new run directory to keep, with the logs; none is kept otherwise")
     parser.add_argument("--quick", action="store_true", help="64 episodes of 4 turns at once, 128 in all")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     options = parser.parse_args()
@@ -230,7 +234,8 @@ def main() -> None:
                       max_staleness=10**6, episode_timeout_s=TIMEOUT_S, max_new_tokens=256, declare_tools=True,
                       enable_thinking=True, sandbox="none")
     with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
+        work = options.folder or Path(name)
+        work.mkdir(parents=True, exist_ok=True)
         with running(work, config, options.turns, options.latency_s) as services:
             ledger = Ledger.of_run(config, work)
             try:
