@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10, help="model calls of an episode")
     parser.add_argument("--episodes", type=int, default=2000)
     parser.add_argument("--latency-s", type=float, default=1.0, help="mean time of the engine")
-    parser.add_argument("--folder", type=Path, help="a new run directory to keep, with the logs; none is kept otherwise")
+    parser.add_argument("--folder", type=Path, help="a new run directory that stays, with the logs")
     parser.add_argument("--quick", action="store_true", help="64 episodes of 4 turns at once, 128 in all")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     options = parser.parse_args()

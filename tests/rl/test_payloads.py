@@ -154,6 +154,7 @@ def test_a_full_disk_refuses_a_group_whole(tmp_path):
 
 def test_a_kill_between_any_two_writes_loses_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-m", "tests.rl.crash_ledger", str(tmp_path)], capture_output=True,
-                          text=True, timeout=240, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])})
+                          text=True, timeout=240,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])})
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 100

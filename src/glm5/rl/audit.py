@@ -37,7 +37,8 @@ _CHECKS = {
     "reuse without an earlier batch in which the group was new":
         "SELECT group_id FROM leases JOIN batches USING (batch_id) WHERE is_reuse AND state != 'returned' "
         "AND NOT EXISTS (SELECT 1 FROM leases AS first JOIN batches AS earlier USING (batch_id) "
-        "WHERE NOT first.is_reuse AND first.group_id = leases.group_id AND first.batch_id < leases.batch_id AND earlier.state != 'returned')",
+        "WHERE NOT first.is_reuse AND first.group_id = leases.group_id AND first.batch_id < leases.batch_id "
+        "AND earlier.state != 'returned')",
     "group and its batch in different states":
         "SELECT group_id FROM groups JOIN batches USING (batch_id) WHERE groups.state != batches.state",
     "group of an acked batch that is not acked":
