@@ -1,9 +1,9 @@
 """The orchestrator: starts episodes, groups them, paces them. An asyncio process; task services register with it.
 
 One loop opens a group whenever pacing and concurrency allow, for the taskset whose turn it is by ratio and whose
-services have room, and starts its ``group_size`` episodes. Refill is continuous: nothing waits for a batch to end.
-When every slot of a group has ended, the group enters the ledger whole. Weights change under running episodes; one that must turn
-out too stale is ended early. The trainer is seen only through the ledger's progress row; nothing starts before
+services have room, and starts its ``group_size`` episodes. Refill is continuous: nothing waits for a batch to end. When
+every slot of a group has ended, the group enters the ledger whole. Weights change under running episodes; one that must
+turn out too stale is ended early. The trainer is seen only through the ledger's progress row; nothing starts before
 that names a policy version.
 
 Task indices grow per taskset, tasks worth it are visited again (``curriculum``), and a visit is reserved in the ledger
