@@ -4,7 +4,8 @@ The groups of ``replay.source`` (a run directory, or a file of ``glm5 ledger exp
 under the rules of any other group, so that the accounting is the same: which of them are trained, how often, and that a
 crash trains none of them once too often. What their policy versions were in the other run has no meaning for the steps
 of this one: their age is counted from step 0 and has no bound. Every group is trained ``replay.max_uses`` times, or
-until the steps are done. The weights that sampled them are known by their log-probs, so any policy loss applies. """
+until the steps are done. The weights that sampled them are known by their log-probs, so any policy loss applies.
+"""
 
 from __future__ import annotations
 
