@@ -15,12 +15,14 @@ def env_serve(names: Annotated[list[str], typer.Argument(help="Tasksets to serve
               register: Annotated[str | None, typer.Option(help="Orchestrator URL to register at.")] = None,
               sandbox: Annotated[str, typer.Option(help="bwrap, or none for no isolation at all.")] = "bwrap",
               capacity: Annotated[int, typer.Option(help="Episodes at once.")] = 64,
+              ratio: Annotated[float, typer.Option(help="Factor on the shares of these tasksets.")] = 1.0,
+              speed: Annotated[float, typer.Option(help="Episodes started in a second at most; 0: no limit.")] = 0.0,
               rewards: Annotated[Path | None, typer.Option(help="JSON file of rewards by taskset.")] = None,
               reward_model: Annotated[str, typer.Option(help="URL of a served reward model.")] = "") -> None:
     """Serve tasksets over HTTP."""
     from glm5.env.service import run_service
 
-    run_service(names, host, port, ready_file, register, sandbox, capacity, rewards, reward_model)
+    run_service(names, host, port, ready_file, register, sandbox, capacity, ratio, speed, rewards, reward_model)
 
 
 def env_list() -> None:

@@ -65,10 +65,14 @@ class _Service:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Where to register, and the file that says under which URL this service is reached."""
+    """Where to register, the file that says under which URL this service is reached, and what it wishes."""
 
     register_url: str
     ready_file: Path
+    ratio: float = 1.0
+    """Factor on the shares of its tasksets."""
+    speed: float = 0.0
+    """Episodes that may start in a second at most; 0: as many as come."""
 
 
 def build_app(names: Sequence[str], *, sandbox: str = "bwrap", capacity: int = 32,
@@ -91,16 +95,16 @@ def build_app(names: Sequence[str], *, sandbox: str = "bwrap", capacity: int = 3
 
 
 def run_service(names: Sequence[str], host: str = "127.0.0.1", port: int = 0, ready_file: Path | None = None,
-                register_url: str | None = None, sandbox: str = "bwrap", capacity: int = 32,
-                rewards: Path | None = None, reward_model_url: str = "") -> None:
-    """Serve ``names`` until a signal. With ``register_url``, stay registered at that orchestrator. ``rewards`` is a
-    JSON file of rewards by taskset.
+                register_url: str | None = None, sandbox: str = "bwrap", capacity: int = 32, ratio: float = 1.0,
+                speed: float = 0.0, rewards: Path | None = None, reward_model_url: str = "") -> None:
+    """Serve ``names`` until a signal. With ``register_url``, stay registered at that orchestrator, which is told
+    ``ratio`` and ``speed``. ``rewards`` is a JSON file of rewards by taskset.
 
     Raises SandboxError when isolation is missing, ServiceError when the port is taken.
     """
     with tempfile.TemporaryDirectory(prefix="glm5-service-") as directory:
         ready_file = ready_file or Path(directory) / "ready.json"
-        registration = Registration(register_url, ready_file) if register_url else None
+        registration = Registration(register_url, ready_file, ratio, speed) if register_url else None
         app = build_app(names, sandbox=sandbox, capacity=capacity, registration=registration,
                         rewards=read_rewards(rewards) if rewards else None, reward_model_url=reward_model_url)
         if any(load_taskset(name).needs_sandbox for name in names):
@@ -161,7 +165,8 @@ async def _stay_registered(service: _Service, registration: Registration) -> Non
     """Register, then send heartbeats; register again when the orchestrator does not know us (it was restarted)."""
     description = {
         "kind": "task_service", "id": service.service_id, "capacity": service.episodes.capacity,
-        "url": json.loads(registration.ready_file.read_text())["url"], "tasksets": list(service.tasksets)}
+        "url": json.loads(registration.ready_file.read_text())["url"], "tasksets": list(service.tasksets),
+        "ratio": registration.ratio, "speed": registration.speed}
     http = HttpClient()
     registered, complaint = False, ""
     try:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
 from glm5.env.client import fetch_tasks, run_episode
-from glm5.records import Episode, SamplingParams
+from glm5.records import Episode, Outcome, SamplingParams
 from glm5.rl.config import RLConfig
 from glm5.wire import HttpClient
 
@@ -63,10 +63,10 @@ class EpisodeRunner:
         return [header.task_id for header in headers]
 
 
-def failed_episode(reason: str, *, taskset: str, task_id: str, group_id: str, episode_id: str,
-                   started_at: float) -> Episode:
-    """An attempt that the infrastructure ended before or outside ``run_episode``."""
-    return Episode(episode_id=episode_id, group_id=group_id, task_id=task_id, taskset=taskset, outcome="infra_error",
+def failed_episode(reason: str, *, taskset: str, task_id: str, group_id: str, episode_id: str, started_at: float,
+                   outcome: Outcome = "infra_error") -> Episode:
+    """An attempt that ended before or outside ``run_episode``."""
+    return Episode(episode_id=episode_id, group_id=group_id, task_id=task_id, taskset=taskset, outcome=outcome,
                    reward=None, reason=reason, started_at=started_at, duration_s=time.time() - started_at)
 
 

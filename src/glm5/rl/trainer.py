@@ -95,7 +95,9 @@ def run_rl(config: RLConfig, run_dir: Path, init_dir: Path | None = None) -> Pat
 def _train(config: RLConfig, run_dir: Path, resolved: Path) -> Path:
     torch.set_num_threads(config.trainer_threads)
     torch.manual_seed(config.seed)
-    trainer = Trainer(config, run_dir, resolved)
+    from glm5.rl.offline import OfflineTrainer  # here, because it builds on this module
+
+    trainer = (OfflineTrainer if config.mode == "offline" else Trainer)(config, run_dir, resolved)
     try:
         checkpoint = trainer.run()
     finally:
@@ -183,7 +185,7 @@ class Trainer:
         freeze(self._model)
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self.state = load_trainer_state(start, self._optimizer) if start else TrainerState()
-        self._ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups)
+        self._ledger = Ledger.of_run(config, run_dir)
         self._started = time.monotonic()
         self._elapsed_before = self.state.elapsed_s
         self._last_batch = max((int(batch) for batch in self.state.batch_ids), default=0)
@@ -277,8 +279,9 @@ class Trainer:
         while True:
             stack.tend()
             self._heartbeat.note()
-            if self._ledger.ready_groups() >= self.config.groups_per_batch:
-                batch = self._ledger.lease(self.config.groups_per_batch, self.state.step, self.config.advantage)
+            if self._ledger.ready_groups() >= self.config.fresh_groups:
+                batch = self._ledger.lease(self.config.fresh_groups, self.state.step, self.config.advantage,
+                                           reuse=self.config.reused_groups)
                 if batch is not None:
                     return batch
             if self._is_finished():
@@ -345,6 +348,7 @@ class Trainer:
         ages = list(batch.staleness.values())
         values = {
             **means, **result.metrics, "samples": len(batch.samples), "episodes": batch.episodes,
+            "reused_groups": batch.reused,
             "finished_episodes": len(everything), "staleness_mean": sum(ages) / len(ages), "staleness_max": max(ages),
             "tokens": result.tokens, "tokens_per_s": result.tokens / seconds["train_s"], **seconds,
             "policy_version": self.state.policy_version, "update_applied": result.finite,
