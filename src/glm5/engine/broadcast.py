@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm5.device import HOST, open_process_group
 from glm5.errors import CheckpointError, WeightSyncError
 from glm5.model.checkpoint import load_published, state_dict_published
 from glm5.model.shards import DTYPES_BY_NAME, NAMES_BY_DTYPE, TensorSpec
@@ -28,7 +29,6 @@ from glm5.model.transformer import GlmMoeDsaForCausalLM
 
 BUFFER_BYTES = 64 << 20
 """Size of one buffer, more for a single larger tensor."""
-BACKENDS = ("gloo", "nccl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,11 @@ class WeightGroup:
 
     def __init__(self, host: str, port: int, rank: int, size: int, backend: str, timeout_s: float) -> None:
         """Meets the other ranks at ``host:port``, where rank 0 listens."""
-        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._timeout = timedelta(seconds=timeout_s)
         try:
             self._store = dist.TCPStore(host, port, size, rank == 0, self._timeout, wait_for_workers=False)
-            if backend == "nccl":
-                self._group: Any = dist.ProcessGroupNCCL(self._store, rank, size, self._timeout)
-            else:
-                self._group = dist.ProcessGroupGloo(self._store, rank, size, self._timeout)
+            self._group: Any
+            self._group, self._device = open_process_group(backend, self._store, rank, size, self._timeout)
         except (RuntimeError, ValueError, AttributeError) as error:
             raise WeightSyncError(f"weight group of {size} at {host}:{port}: {_first_line(error)}") from None
 
@@ -119,7 +116,7 @@ def announce(tensors: Mapping[str, Tensor]) -> Announcement:
 
 def snapshot(model: GlmMoeDsaForCausalLM) -> dict[str, Tensor]:
     """Copies of all published tensors in main memory: the optimizer may go on while they travel."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous()
+    return {name: tensor.detach().to(HOST, copy=True).contiguous()
             for name, tensor in state_dict_published(model).items()}
 
 

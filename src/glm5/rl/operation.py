@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from glm5.config import require_at_least
+from glm5.device import BACKENDS, HOST_BACKEND
 from glm5.errors import ConfigError
 
 CANARY_TOLERANCE = 0.02
@@ -24,8 +25,8 @@ class WeightsConfig:
     trainer's memory, from disk where that fails."""
     full_every: int = 8
     """delta: every so-manyth version is a whole checkpoint."""
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """collective: ``gloo`` through main memory, ``nccl`` between CUDA devices."""
+    backend: str = HOST_BACKEND
+    """collective: the communication library, one of ``device.BACKENDS``; the default sends through main memory."""
     deadline_s: float = 120.0
     """An engine that holds no good version for longer ends the run; a quarter of it bounds one load or broadcast."""
     canary_tolerance: float = CANARY_TOLERANCE
@@ -35,6 +36,8 @@ class WeightsConfig:
 
     def __post_init__(self) -> None:
         require_at_least(2, full_every=self.full_every)
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend={self.backend!r}: expected one of {', '.join(BACKENDS)}")
         for name, value in (("deadline_s", self.deadline_s), ("canary_tolerance", self.canary_tolerance),
                             ("recheck_s", self.recheck_s)):
             if value <= 0:

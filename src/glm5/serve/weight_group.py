@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from glm5.device import BACKENDS, HOST_BACKEND
 from glm5.dialects.protocol import ApiError, field, read_json
 from glm5.errors import WeightSyncError
 from glm5.serve.config import ServeConfig
@@ -41,10 +42,10 @@ class WeightGroupApi:
 
     async def join(self, request: Request) -> Response:
         """Meet the other members; a group that was joined before is left."""
-        from glm5.engine.broadcast import BACKENDS, WeightGroup
+        from glm5.engine.broadcast import WeightGroup
 
         data = await self._read(request)
-        backend = field(data, "backend", str, "gloo")
+        backend = field(data, "backend", str, HOST_BACKEND)
         if backend not in BACKENDS:
             raise ApiError(400, f"backend: {backend!r}; expected one of {', '.join(BACKENDS)}", "invalid_request",
                            "backend")
