@@ -16,6 +16,7 @@ import numpy as np
 from glm5.errors import ConfigError
 
 _GGML_F32 = 0
+_NO_FLASH_ATTENTION = 0
 _LARGEST_BATCH = 2048
 _CONVERT = """
 import runpy, sys
@@ -112,6 +113,7 @@ class LlamaCpp:
         params.n_threads = params.n_threads_batch = self._threads
         if self._kind == "f32":
             params.type_k = params.type_v = _GGML_F32
+            params.flash_attn_type = _NO_FLASH_ATTENTION  # which rounds to fp16
         self._context = self._library.llama_init_from_model(self._model, params)
         if not self._context:
             raise ConfigError("bench engine: llama.cpp gave no context; free some memory")

@@ -1,8 +1,8 @@
 """Choosing the next token of many sequences at once.
 
-``kernels.dispatch.sample`` draws each row with one uniform number. Here that number is a hash of (the request's seed, how
-many tokens it has), so a seeded request samples the same tokens whatever else is in the batch, in whatever order steps
-ran.
+``kernels.dispatch.sample`` draws each row with one uniform number. Here that number is a hash of (the request's seed,
+how many tokens it has), so a seeded request samples the same tokens whatever else is in the batch, in whatever order
+steps ran.
 
 The log-prob of the chosen token is that of ``softmax(logits / temperature)`` over the whole vocabulary, before top-k,
 top-p and min-p cut it: what a trainer computes from the same logits. A greedy row (temperature 0) reports the log-prob

@@ -34,9 +34,8 @@ def write_comment(usage: Usage) -> bytes:
 def split_comment(events: bytes) -> tuple[bytes, Usage | None]:
     """Whole ``events`` without the comment of ``write_comment`` at their end, and what it said."""
     before, mark, text = events.rpartition(_COMMENT)
-    if not mark or (before and not before.endswith(b"\n\n")):
-        return events, None
-    return before, read_usage(text)
+    usage = read_usage(text) if mark and (not before or before.endswith(b"\n\n")) else None
+    return (events, None) if usage is None else (before, usage)
 
 
 def read_usage(text: str | bytes | None) -> Usage | None:
