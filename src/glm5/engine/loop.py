@@ -68,6 +68,8 @@ class StepLoop:
         self.is_closing = False
         self.is_closed = False
         """The inbox is looked at no more."""
+        self.failure: EngineError | None = None
+        """What ended the thread, when something did."""
         self._busy_s = 0.0
         self._steps = self._generated = self._prefilled = self._updates = 0
         self._started = time.monotonic()
@@ -137,11 +139,14 @@ class StepLoop:
             torch.set_num_threads(self._config.threads)
         try:
             self._loop()
+        except Exception as error:  # a defect: nothing runs any more, and whoever serves this engine must see it
+            _log.exception("the engine's thread ended")
+            self.failure = EngineError(f"engine: its thread ended ({type(error).__name__}: {error}); start it again")
         finally:
             self.is_closing = self.is_closed = True
             self._drain()
             for request_id in list(self._open):
-                self.stop(request_id, "abort")
+                self.stop(request_id, None if self.failure else "abort", self.failure)
 
     def _loop(self) -> None:
         while True:
