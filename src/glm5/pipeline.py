@@ -240,12 +240,14 @@ class Pipeline:
             return run_rl(self.rl, self.run_dir / self.rl.name)
 
     def _publish_final(self, checkpoint: Path) -> None:
-        """``final/``: the trained model as a directory that Transformers loads."""
-        from glm5.model.checkpoint import load_model, save_model
+        """``final/``: the trained model as a directory that Transformers loads, with the facts of its checkpoint."""
+        from glm5.model.checkpoint import load_model, replacing, save_model
 
         target = self.run_dir / "final"
         if not target.exists():
-            save_model(load_model(checkpoint), target, self.run_dir / "tokenizer")
+            with replacing(target) as temporary:
+                save_model(load_model(checkpoint), temporary, self.run_dir / "tokenizer")
+                shutil.copyfile(checkpoint / "meta.json", temporary / "meta.json")
 
     # -- measurements ----------------------------------------------------------------------------------------------
 

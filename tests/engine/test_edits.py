@@ -56,9 +56,9 @@ def test_min_p_keeps_tokens_relative_to_the_most_likely_one() -> None:
             np.ones(rows, np.float32),
             np.ones(rows, np.float32),
             np.full(rows, -1, np.int64),
+            np.full(rows, min_p, np.float32),
             np.full(rows, mix_seed(1), np.uint64),
             np.arange(rows, dtype=np.uint64),
-            np.full(rows, min_p, np.float32),
         )
         ids, _ = sample(weights.log().expand(rows, 4), settings)
         return torch.bincount(ids, minlength=4).tolist()

@@ -19,7 +19,8 @@ from glm5.engine.engine import Engine
 from glm5.engine.generation import Generation
 from glm5.engine.replacement import load_weights
 from glm5.engine.requests import ContextLengthError, EngineClosedError, InvalidRequestError, QueueFullError
-from glm5.errors import ConfigError, EngineError
+from glm5.errors import ConfigError, EngineError, KernelError
+from glm5.kernels.cpu import library
 from glm5.model.cache import bytes_per_token
 from glm5.model.checkpoint import save_model
 from glm5.model.transformer import GlmMoeDsaForCausalLM
@@ -357,7 +358,7 @@ def test_a_defect_outside_of_a_step_fails_every_request_and_is_kept(
     def plan() -> None:
         raise OverflowError("a defect")
 
-    monkeypatch.setattr(engine._scheduler, "plan", plan)
+    monkeypatch.setattr(engine._loop._scheduler, "plan", plan)
     with pytest.raises(EngineError, match=r"its thread ended \(OverflowError: a defect\); start it again"):
         handle.result(WAIT_S)
     assert "OverflowError" in str(engine.failure)
@@ -534,3 +535,17 @@ def test_a_failing_step_fails_its_requests_only(make_engine: MakeEngine, caplog:
     fragile.lm_head.weight = weight
     assert len(engine.submit([1], greedy(3)).result(WAIT_S).output_ids) == 3
     assert "a step failed" in caplog.text
+
+
+def test_kernels_that_are_out_of_date_are_found_before_the_first_request(
+    model: GlmMoeDsaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "source_digest", lambda: "other sources")
+    for cached in (library.native, library._library):
+        cached.cache_clear()
+    try:
+        with pytest.raises(KernelError, match=r"compiled from other sources; run 'python -m glm5.kernels.cpu'"):
+            Engine(model, [STOP], EngineConfig(max_slots=1, max_context=16))
+    finally:
+        for cached in (library.native, library._library):
+            cached.cache_clear()

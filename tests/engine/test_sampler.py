@@ -16,6 +16,7 @@ def settings(rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int
         np.full(rows, temperature, np.float32),
         np.full(rows, top_p, np.float32),
         np.full(rows, top_k, np.int64),
+        np.zeros(rows, np.float32),
         np.full(rows, mix_seed(seed), np.uint64),
         np.arange(rows, dtype=np.uint64),
     )

@@ -87,7 +87,8 @@ class ScriptedEngine:
     async def model_info(self, request: Request) -> JSONResponse:
         """``GET /get_model_info``."""
         return JSONResponse({"model_path": "script", "weight_version": self.version,
-                             "vocab_size": self.tokenizer.vocab_size, "max_context": self.max_context})
+                             "vocab_size": self.tokenizer.vocab_size, "max_context": self.max_context,
+                             "tokenizer_sha256": self.tokenizer.sha256})
 
     async def health(self, request: Request) -> JSONResponse:
         """``GET /health_generate``."""

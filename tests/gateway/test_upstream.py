@@ -1,6 +1,7 @@
 """Calls to engines that refuse, lie, abort or hang."""
 
 import asyncio
+import hashlib
 import json
 import time
 
@@ -18,10 +19,10 @@ from glm5.wire import ConnectFailure, HttpClient
 SAMPLING = SamplingParams(max_new_tokens=8)
 
 
-def generate(urls, prompt_ids, timeout_s=5.0):
+def generate(urls, prompt_ids, timeout_s=5.0, tokenizer_sha256=None):
     """One call through a pool of its own."""
     async def call():
-        pool = EnginePool(Router(urls), timeout_s)
+        pool = EnginePool(Router(urls), timeout_s, tokenizer_sha256)
         try:
             return await asyncio.create_task(pool.generate("s", ids_text(prompt_ids), SAMPLING)), pool.stats()
         finally:
@@ -36,6 +37,16 @@ def test_a_generation_has_one_log_prob_and_version_per_id(engine, script, tokeni
     assert generation.versions == [5] * len(generation.output_ids) == [5] * len(generation.logprobs)
     assert (generation.finish_reason, generation.cached_tokens) == ("stop", 3)
     assert stats[0]["calls"] == 1 and stats[0]["failures"] == 0
+
+
+def test_an_engine_with_another_tokenizer_gets_no_prompt(engine, script, engine_log, tokenizer_dir):
+    script("seven<|user|>")
+    own = hashlib.sha256((tokenizer_dir / "tokenizer.json").read_bytes()).hexdigest()
+    assert generate([engine.url], [], tokenizer_sha256=own)[0].finish_reason == "stop"
+    script("seven<|user|>")
+    with pytest.raises(ApiError, match=f"SHA-256 {own[:12]}…, the gateway's 000000000000…") as caught:
+        generate([engine.url], [], tokenizer_sha256="0" * 64)
+    assert (caught.value.status, caught.value.code) == (502, "tokenizer_mismatch") and not engine_log()["requests"]
 
 
 @pytest.mark.parametrize("lie", [

@@ -12,8 +12,9 @@ import pytest
 
 import glm5
 from glm5.errors import KernelError
-from glm5.kernels.cpu import build
-from glm5.kernels.cpu.library import native, runnable_sets
+from glm5.kernels.cpu import build, library
+from glm5.kernels.cpu.library import native, proven_set, runnable_sets
+from glm5.kernels.cpu.proof import CHECKS, disagreement
 
 SOURCE = Path(glm5.__file__).parents[1]
 
@@ -77,6 +78,26 @@ def test_an_instruction_set_that_the_library_lacks_is_refused():
 def test_the_library_contains_the_plain_form_and_prefers_the_best():
     assert runnable_sets()[-1] == "plain"
     assert set(runnable_sets()) <= set(build.instruction_sets())
+
+
+@pytest.mark.parametrize("name", runnable_sets())
+def test_every_form_of_the_library_proves_itself(name):
+    assert disagreement(native(name)) is None
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_function_that_computes_nothing_is_noticed(name):
+    assert disagreement({**native("plain"), name: lambda *arguments: 0}) == name
+
+
+def test_a_form_that_is_wrong_on_this_machine_is_passed_over_with_one_line(monkeypatch, caplog):
+    monkeypatch.setattr(library, "runnable_sets", lambda: ("avx2", "plain"))
+    monkeypatch.setattr(library, "disagreement", lambda functions: "rms_norm")
+    monkeypatch.setattr(library, "native", lambda name: {})
+    assert proven_set.__wrapped__() == "plain"
+    [record] = caplog.records
+    assert "\n" not in record.message and "python -m glm5.kernels.cpu" in record.message
+    assert "rms_norm gives wrong results in its avx2 form" in record.message
 
 
 def test_importing_the_build_module_needs_no_torch():

@@ -8,8 +8,8 @@ from glm5.kernels import dispatch, reference
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
 
-SHAPES = [(2, 70, 8, 32, 16), (1, 300, 5, 7, 40), (1, 1100, 16, 64, 128), (1, 9, 1, 2, 32), (2, 800, 9, 37, 3)]
-"""Batch, tokens, index heads, index dim, kept. Keys of the longest rows are screened by integers before they are scored."""
+SHAPES = [(2, 70, 8, 32, 16), (1, 300, 5, 7, 40), (1, 1100, 16, 64, 60), (1, 9, 1, 2, 32), (2, 800, 9, 37, 3)]
+"""Batch, tokens, index heads, index dim, kept. Keys of the longest rows are screened before they are scored."""
 
 
 def index_inputs(batch, tokens, heads, dim, seed=0):
@@ -49,41 +49,67 @@ def test_the_lists_are_the_keys_that_scoring_every_key_selects(shape):
     assert (positions_BTK.diff(dim=-1)[listed[..., 1:]] > 0).all()  # ascending
 
 
-HARD = ["ties", "one huge key", "tiny differences", "nan key", "inf query", "zero keys", "huge and tiny", "flat keys",
-        "denormal keys", "weights of both signs and none"]
+HARD = ["ties", "one huge key", "tiny differences", "nan key", "inf keys", "inf query", "nan weight", "zero keys",
+        "huge and tiny", "flat keys", "denormal keys", "weights of both signs and none"]
+
+
+def make_hard(case, q_MJX, k_SX, w_MJ):
+    """Changes queries [M, J, X], keys [S, X] and head weights [M, J] so that scores are hard to tell apart."""
+    if case == "ties":
+        k_SX[:] = k_SX[:3].repeat(len(k_SX) // 3 + 1, 1)[: len(k_SX)]
+    elif case == "one huge key":
+        k_SX[5] *= 1e6
+    elif case == "tiny differences":
+        k_SX[:] = k_SX[:1] + 1e-6 * k_SX
+    elif case == "nan key":
+        k_SX[17, 3] = float("nan")
+    elif case == "inf keys":
+        k_SX[400, 3], k_SX[401, 3] = float("inf"), float("-inf")
+    elif case == "inf query":
+        q_MJX[-3, 2, 1] = float("inf")
+    elif case == "nan weight":
+        w_MJ[-3, 2] = float("nan")
+    elif case == "huge and tiny":
+        k_SX[100::7] *= 1e15
+        k_SX[101::7] *= 1e-15
+        q_MJX[3::5] *= 1e-20
+    elif case == "flat keys":  # all elements of one size: the longest integers
+        k_SX[:], q_MJX[::2] = k_SX.sign(), q_MJX[::2].sign()
+    elif case == "denormal keys":
+        k_SX *= 1e-41
+    elif case == "weights of both signs and none":
+        w_MJ *= torch.arange(w_MJ.shape[1]) % 3 - 1
+        w_MJ[-5:-3] = 0
+    else:
+        k_SX.zero_()
 
 
 @pytest.mark.parametrize("case", HARD)
 def test_scores_that_are_hard_to_tell_apart_are_chosen_exactly(case):
     q_BTJX, k_BSX, w_BTJ, first_BT, last_BT = index_inputs(1, 700, 8, 16)
-    q_BTJX, k_BSX = q_BTJX.detach(), k_BSX.detach()
-    if case == "ties":
-        k_BSX[:] = k_BSX[:, :3].repeat(1, 234, 1)[:, :700]
-    elif case == "one huge key":
-        k_BSX[0, 5] *= 1e6
-    elif case == "tiny differences":
-        k_BSX[:] = k_BSX[:, :1] + 1e-6 * k_BSX
-    elif case == "nan key":
-        k_BSX[0, 17, 3] = float("nan")
-    elif case == "inf query":
-        q_BTJX[0, 600, 2, 1] = float("inf")
-    elif case == "huge and tiny":
-        k_BSX[0, 100::7] *= 1e15
-        k_BSX[0, 101::7] *= 1e-15
-        q_BTJX[0, 3::5] *= 1e-20
-    elif case == "flat keys":  # all elements of one size: the longest integers
-        k_BSX[:], q_BTJX[:, ::2] = k_BSX.sign(), q_BTJX[:, ::2].sign()
-    elif case == "denormal keys":
-        k_BSX *= 1e-41
-    elif case == "weights of both signs and none":
-        w_BTJ = w_BTJ * (torch.arange(8) % 3 - 1)
-        w_BTJ[:, 500:510] = 0
-    else:
-        k_BSX.zero_()
-    positions_BTK = dispatch.select_positions(q_BTJX, k_BSX, w_BTJ.detach(), 0.3, first_BT, last_BT, 32)
-    expected_BTS = by_masks(q_BTJX, k_BSX, w_BTJ.detach(), first_BT, last_BT, 32)
+    q_BTJX, k_BSX, w_BTJ = q_BTJX.detach(), k_BSX.detach(), w_BTJ.detach()
+    make_hard(case, q_BTJX[0], k_BSX[0], w_BTJ[0])
+    positions_BTK = dispatch.select_positions(q_BTJX, k_BSX, w_BTJ, 0.3, first_BT, last_BT, 32)
+    expected_BTS = by_masks(q_BTJX, k_BSX, w_BTJ, first_BT, last_BT, 32)
     assert torch.equal(mask_of(positions_BTK, 700), expected_BTS)
-    assert (expected_BTS.sum(-1).amax() == 32)
+    assert expected_BTS.sum(-1).amax() == 32 and not expected_BTS[0, -1].any()
+
+
+@pytest.mark.parametrize("case", HARD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_and_without_screening_the_same_keys_are_chosen(case, dtype):
+    """Twenty queries of a slot together screen its keys, each of them alone scores all; some see less than k keys."""
+    keys_SX, iq_MJX, iw_MJ = torch.randn(640, 16), torch.randn(20, 8, 16), torch.randn(20, 8)
+    make_hard(case, iq_MJX, keys_SX, iw_MJ)
+    keys_PSX, slots_M = keys_SX.to(dtype)[None], torch.zeros(20, dtype=torch.int64)
+    lengths_M = torch.arange(621, 641)
+    lengths_M[2], lengths_M[7], lengths_M[11] = 9, 0, 32
+    together_MK = dispatch.ragged_select(iq_MJX, iw_MJ, keys_PSX, slots_M, lengths_M, 32)
+    for m, length in enumerate(lengths_M.tolist()):
+        alone = dispatch.ragged_select(iq_MJX[m : m + 1], iw_MJ[m : m + 1], keys_PSX, slots_M[:1],
+                                       lengths_M[m : m + 1], 32)
+        expected = [*range(length), *[-1] * (32 - length)] if alone is None else alone[0].tolist()
+        assert together_MK[m].tolist() == expected
 
 
 @pytest.mark.parametrize("case", ["key rounds down", "key rounds up, negative weight", "query rounds down"])

@@ -30,6 +30,7 @@ FLAGS = {"--max-slots": 4, "--max-context": 900, "--threads": 1, "--weight-versi
 @dataclass(frozen=True)
 class Pair:
     client: httpx.Client
+    log: Path
 
     def stats(self) -> dict[str, Any]:
         return self.client.get("/stats").json()
@@ -56,13 +57,14 @@ class Pair:
 def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     root = tmp_path_factory.mktemp("pair")
     words = [str(word) for pair in FLAGS.items() for word in pair]
-    process = spawn(["serve", str(checkpoint), "--ready-file", str(root / "ready.json"), *words], root / "serve.log",
+    process = spawn(["serve", str(checkpoint), "--ready-file", str(root / "ready.json"), "--access-log",
+                     str(root / "access.jsonl"), *words], root / "serve.log",
                     {"OMP_NUM_THREADS": "1"})
     try:
         url = wait_ready(process, root / "ready.json", root / "serve.log", 180)
         with httpx.Client(base_url=url, timeout=120, headers={"authorization": f"Bearer {KEY}"}) as client:
-            yield Pair(client)
-            pids = Pair(client).pids()
+            yield Pair(client, root / "access.jsonl")
+            pids = Pair(client, root / "access.jsonl").pids()
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(30) is not None
         for pid in pids:
@@ -91,6 +93,20 @@ def test_a_pair_answers_as_one_server_and_keeps_sessions_together(pair: Pair, se
     assert httpx.get(pair.client.base_url.join("/stats")).status_code == 401
     assert pair.client.post("/generate", json={"input_ids": "no"}).status_code == 400
     assert pair.client.post("/v1/chat/completions", content=b"{").status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_access_log_in_front_counts_tokens(pair: Pair, stream: bool) -> None:
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "stop_token_ids": []}, "stream": stream}
+    answer = pair.client.post("/generate", json=body, headers={"x-request-id": f"counted-{stream}"})
+    assert answer.status_code == 200 and "usage" not in answer.text and "x-glm5-usage" not in answer.headers
+    deadline = time.monotonic() + 10
+    while f"counted-{stream}" not in pair.log.read_text():  # the line is written after the answer
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    lines = {line["request_id"]: line for line in map(json.loads, pair.log.read_text().splitlines())}
+    found = lines[f"counted-{stream}"]
+    assert (found["prompt_tokens"], found["output_tokens"], found["path"]) == (3, 4, "/generate")
 
 
 def test_a_stored_response_is_continued_where_it_is(pair: Pair) -> None:

@@ -126,9 +126,12 @@ def bench_engine(quick: Annotated[bool, typer.Option(help="Small sizes and one r
                                                                         "without it llama.cpp is left out.")] = None,
                  checkpoint: Annotated[Path | None, typer.Option(help="Trained checkpoint for the rows of speculative "
                                                                       "decoding.")] = None,
+                 section: Annotated[list[str] | None, typer.Option(help="peers, context, session, update or "
+                                                                        "speculative; repeat; all without it.")] = None,
                  as_json: AsJson = False) -> None:
     """The engine against Transformers and llama.cpp, at long context, in a session, and while weights change."""
-    from glm5.engine.benchmark import Options, measure
+    from glm5.engine.benchmark import SECTIONS, Options, measure
 
-    options = Options(quick=quick, rounds=rounds, threads=threads, llama_source=llama_source, checkpoint=checkpoint)
+    options = Options(quick=quick, rounds=rounds, threads=threads, llama_source=llama_source, checkpoint=checkpoint,
+                      sections=tuple(section or SECTIONS))
     print_results("bench engine", measure(options), as_json)

@@ -2,8 +2,10 @@
 
 The checkpoint is a bf16 model of about nine million parameters with random weights from a stated seed: speed does not
 depend on what a model has learned. One process, the same threads for everybody; the candidates alternate within every
-round and a row is the median of the rounds' ratios, with the smallest and largest as its bounds. Rows whose other side
-is not installed have the value None.
+round and a row is the median of the rounds' ratios, with the smallest and largest as its bounds.
+
+Decoding starts with the keys of the prompts in the cache, except in Transformers' ``generate``, which computes them:
+32 tokens each in its cases. Rows of a candidate that is left out have the value None.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from glm5.engine.config import EngineConfig
 from glm5.engine.engine import Engine
-from glm5.engine.peers import LlamaCpp, Peer, Transformers
+from glm5.engine.peer_llama_cpp import LlamaCpp
+from glm5.engine.peers import Peer, Transformers
 from glm5.engine.replacement import load_weights
 from glm5.errors import ConfigError
 from glm5.model.checkpoint import save_model
@@ -30,6 +34,7 @@ from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.records import SamplingParams
 
 SEED = 20260
+SECTIONS = ("peers", "context", "session", "update", "speculative")
 _WAIT_S = 3600.0
 Row = dict[str, Any]
 
@@ -48,8 +53,13 @@ class Options:
     """Source tree of llama.cpp, whose converter writes the GGUF file; None leaves llama.cpp out."""
     checkpoint: Path | None = None
     """A trained checkpoint for the rows of speculative decoding; None leaves them out."""
+    sections: tuple[str, ...] = SECTIONS
+    """Which of ``SECTIONS`` to measure."""
 
     def __post_init__(self) -> None:
+        for name in self.sections:
+            if name not in SECTIONS:
+                raise ConfigError(f"section {name!r}: expected one of {', '.join(SECTIONS)}; correct it")
         if self.rounds < 1:
             raise ConfigError(f"rounds={self.rounds}: must be at least 1; raise it")
 
@@ -95,14 +105,15 @@ def measure(options: Options) -> list[Row]:
         save_model(model, directory)
         model = load_weights(directory, EngineConfig())  # as a server would
         rows: list[Row] = [{"name": "model.parameters", "value": _count(model), "unit": "parameters"}]
-        peers: list[Peer] = [Transformers(directory)]
-        if options.llama_source is not None:
-            peers.append(LlamaCpp(directory, options.llama_source, options.threads or torch.get_num_threads()))
-        rows += _against_peers(options, model, peers)
-        rows += _context_rows(options, model)
-        rows += _session_rows(model)
-        rows += _update_rows(options, Path(scratch))
-    if options.checkpoint is not None:
+        if "peers" in options.sections:
+            rows += _peer_rows(options, model, directory)
+        if "context" in options.sections:
+            rows += _context_rows(options, model)
+        if "session" in options.sections:
+            rows += _session_rows(model)
+        if "update" in options.sections:
+            rows += _update_rows(options, Path(scratch))
+    if "speculative" in options.sections and options.checkpoint is not None:
         rows += _speculative_rows(options, options.checkpoint)
     return rows
 
@@ -134,11 +145,29 @@ def benchmark_config() -> ModelConfig:
     return preset("nano").replace(**sizes)
 
 
+def _peer_rows(options: Options, model: GlmMoeDsaForCausalLM, directory: Path) -> list[Row]:
+    """The engine against every candidate that was asked for."""
+    rows: list[Row] = []
+    peers: list[Peer] = [Transformers(directory)]
+    if options.llama_source is None:
+        print("llama.cpp is left out: give --llama-source (docs/engine.md says how to build it)", file=sys.stderr)
+    else:
+        threads = options.threads or torch.get_num_threads()
+        rows += _agreement_rows(options, model, directory, options.llama_source, threads)
+        peers.append(LlamaCpp(directory, options.llama_source, threads))
+    try:
+        return rows + _against_peers(options, model, peers)
+    finally:
+        for peer in peers:
+            peer.close()
+
+
 def _against_peers(options: Options, model: GlmMoeDsaForCausalLM, peers: list[Peer]) -> list[Row]:
     rows: list[Row] = []
     for case in _QUICK_CASES if options.quick else _CASES:
         context = case.context + case.new
-        settings = EngineConfig(max_slots=case.batch, max_context=context, threads=options.threads, prefix_cache=False)
+        settings = EngineConfig(max_slots=case.batch, max_context=context, threads=options.threads,
+                                prefix_cache=case.new > 1)
         with Engine(model, [], settings) as engine:
 
             def ours(engine: Engine = engine, case: _Case = case) -> None:
@@ -155,6 +184,30 @@ def _against_peers(options: Options, model: GlmMoeDsaForCausalLM, peers: list[Pe
             rows.append(_ratio_row(f"{case.name}.vs_{peer_name}", seconds.get(peer_name), seconds["ours"], goal))
         print(f"{case.name}: {rate:.1f} tokens/s", file=sys.stderr)
     return rows
+
+
+def _agreement_rows(options: Options, model: GlmMoeDsaForCausalLM, directory: Path, source: Path,
+                    threads: int) -> list[Row]:
+    """Whether llama.cpp computes the same model, both in fp32: log-probs, and greedy tokens behind a prompt that is
+    longer than what the indexer keeps. The median, since near-ties of a router decide otherwise now and then."""
+    length, new = (300, 8) if options.quick else (1000, 64)
+    [prompt] = _prompts(1, length)
+    with Engine(model, [], EngineConfig(max_slots=1, max_context=length + new, threads=options.threads)) as engine:
+        done = engine.submit(prompt, _params(new), prompt_logprobs=True).result(_WAIT_S)
+    peer = LlamaCpp(directory, source, threads, "f32")
+    try:
+        theirs_TW = peer.log_probs(prompt + done.output_ids[:-1])
+    finally:
+        peer.close()
+    ids = np.array(prompt[1:] + done.output_ids)
+    ours = np.array([value for value in done.prompt_logprobs if value is not None] + done.logprobs)
+    difference = np.abs(theirs_TW[np.arange(len(ids)), ids] - ours)
+    agreed = int((theirs_TW[length - 1 :].argmax(-1) == done.output_ids).sum())
+    return [
+        {"name": "agreement.llama_cpp.logprob", "value": float(np.median(difference)), "unit": "nats", "n": len(ids),
+         "low": float(difference.min()), "high": float(difference.max())},
+        {"name": "agreement.llama_cpp.greedy", "value": agreed / new, "unit": "share", "n": new},
+    ]
 
 
 def _context_rows(options: Options, model: GlmMoeDsaForCausalLM) -> list[Row]:

@@ -223,7 +223,7 @@ class Runner:
         return ids.cpu().numpy(), logprobs.cpu().numpy()
 
     def _settings(self) -> RowSettings:
-        return RowSettings(self._temperature, self._top_p, self._top_k, self._seed, self._counter, self._min_p)
+        return RowSettings(self._temperature, self._top_p, self._top_k, self._min_p, self._seed, self._counter)
 
     def _edit(self, logits_BW: Tensor, slots: np.ndarray, edited: list[int]) -> Tensor:
         """``logits_BW`` with the edits of the requests in rows ``edited``; the given tensor stays as it is."""

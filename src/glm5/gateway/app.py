@@ -282,7 +282,7 @@ class Gateway:
 
 def build_app(store: Store, tokenizer: Tokenizer, engine_urls: Sequence[str]) -> Starlette:
     """The ASGI application. It closes ``store`` when it shuts down."""
-    pool = EnginePool(Router(engine_urls))
+    pool = EnginePool(Router(engine_urls), tokenizer_sha256=tokenizer.sha256)
     gateway = Gateway(store, tokenizer, pool)
 
     @contextlib.asynccontextmanager

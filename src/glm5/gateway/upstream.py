@@ -49,9 +49,9 @@ class Generation:
 class EnginePool:
     """The engines behind one gateway."""
 
-    def __init__(self, router: Router, timeout_s: float = 600.0) -> None:
-        """``timeout_s`` is the deadline of one model call, retries included. Raises ServiceError for a URL that is
-        none."""
+    def __init__(self, router: Router, timeout_s: float = 600.0, tokenizer_sha256: str | None = None) -> None:
+        """``timeout_s`` is the deadline of one model call, retries included; ``tokenizer_sha256`` is what engines that
+        name their tokenizer must name. Raises ServiceError for a URL that is none."""
         for url in router.engine_urls:
             split_url(url)
         self.router = router
@@ -62,6 +62,8 @@ class EnginePool:
         self._running: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
         self._evicted: set[asyncio.Task[Any]] = set()
         self._max_context: int | None = None
+        self._tokenizer_sha256 = tokenizer_sha256
+        self._compared: set[str] = set()
         self._client = HttpClient()
 
     def close(self) -> None:
@@ -145,6 +147,8 @@ class EnginePool:
         """One try: the answer, or why there is none. Raises ApiError when another try cannot help."""
         self.calls[url] += 1
         try:
+            if url not in self._compared:
+                await self._compare_tokenizers(url, timeout_s)
             response = await self._send(url, method, path, body, timeout_s)
         except OSError as error:
             self.failures[url] += 1
@@ -169,6 +173,19 @@ class EnginePool:
         if answer.get("finish_reason") == "abort" and not answer.get("output_ids"):
             return f"{url}: the engine aborted the request"
         return answer
+
+    async def _compare_tokenizers(self, url: str, timeout_s: float) -> None:
+        """Raises ApiError when the engine says that it has another tokenizer: its ids would mean other text."""
+        if self._tokenizer_sha256 is not None:
+            response = await self._send(url, "GET", "/get_model_info", None, timeout_s)
+            if response is None or response.status >= 500:
+                return  # the call itself will show what is wrong; compare before the next one
+            theirs = _tokenizer_of(response)
+            if theirs is not None and theirs != self._tokenizer_sha256:
+                raise ApiError(502, f"{url}: its tokenizer.json has SHA-256 {theirs[:12]}…, the gateway's "
+                                    f"{self._tokenizer_sha256[:12]}…; start both with the same one",
+                               code="tokenizer_mismatch")
+        self._compared.add(url)
 
     async def _send(self, url: str, method: str, path: str, body: bytes | None,
                     timeout_s: float) -> Response | None:
@@ -198,6 +215,7 @@ class EnginePool:
             self.router.mark_alive(url)
             return
         self._failed_checks[url] += 1
+        self._compared.discard(url)  # what answers there next may be another engine
         if self._failed_checks[url] >= FAILED_CHECKS_UNTIL_DEAD:
             self.router.mark_dead(url)
             if self.router.num_alive():  # with nobody to take over, the calls may as well wait
@@ -208,6 +226,16 @@ class EnginePool:
         for task in self._running[url]:
             self._evicted.add(task)
             task.cancel()
+
+
+def _tokenizer_of(response: Response) -> str | None:
+    """The hash in an answer of ``/get_model_info``; None from an engine that does not say."""
+    try:
+        info = json.loads(response.body)
+    except ValueError:
+        return None
+    found = info.get("tokenizer_sha256") if isinstance(info, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _generate_body(session_id: str, prompt: str, sampling: SamplingParams) -> bytes:

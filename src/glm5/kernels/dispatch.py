@@ -18,10 +18,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from glm5.device import has_triton
+from glm5.device import HOST, has_triton
 from glm5.errors import ConfigError, KernelError
 from glm5.kernels import fused, reference
 from glm5.kernels.cpu import inference, sparse, training
+from glm5.kernels.cpu.library import native
 
 FORMS = ("auto", "reference", "native", "triton")
 _FORM: ContextVar[str] = ContextVar("form", default="auto")
@@ -50,6 +51,14 @@ def prefer(form: str) -> Iterator[None]:
         yield
     finally:
         _FORM.reset(token)
+
+
+def require_forms(device: torch.device) -> None:
+    """Raises KernelError unless the forms that this module would choose on ``device`` are there and up to date."""
+    if device.type == HOST:
+        native()
+    elif has_triton(device):
+        _triton("rowwise")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -172,6 +172,7 @@ class Api:
                 "model_name": self._model_name,
                 "weight_version": engine.weight_version,
                 "vocab_size": engine.vocab_size,
+                "tokenizer_sha256": self._tokenizer.sha256,
                 "max_context": engine.max_context,
                 "max_slots": engine.config.max_slots,
             }

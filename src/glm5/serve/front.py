@@ -33,6 +33,7 @@ from glm5.engine.requests import Sequence as EngineSequence
 from glm5.errors import Glm5Error, ServiceError
 from glm5.serve.config import ServeConfig
 from glm5.serve.metrics import Metrics
+from glm5.serve.usage import HEADER, Usage, usage_of, write_comment
 
 GENERATING = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Routes that occupy the engine."""
@@ -102,6 +103,7 @@ class _Exchange:
         self.first_byte_s: float | None = None
         self._scope, self._receive, self._send = scope, receive, send
         self._has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        self._tells_usage, self._is_stream = HEADER in headers, False
         self._start = time.perf_counter()
         scope.setdefault("state", {})
 
@@ -125,9 +127,14 @@ class _Exchange:
             headers["x-request-id"] = headers["request-id"] = self.request_id
             if self._has_body:
                 headers["connection"] = "close"
+            self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
+            if self._tells_usage and not self._is_stream and (usage := self._usage()):
+                headers[HEADER] = json.dumps(usage)
             message = {**message, "headers": headers.raw}
         elif message.get("body") and self.first_byte_s is None:
             self.first_byte_s = self.elapsed_s
+        elif self._tells_usage and self._is_stream and not message.get("more_body", False) and (usage := self._usage()):
+            message = {**message, "body": message.get("body", b"") + write_comment(usage)}
         if message["type"] == "http.response.body" and self._has_body and not message.get("more_body", False):
             await self._send({**message, "more_body": True})
             await self._linger()
@@ -145,7 +152,6 @@ class _Exchange:
     def record(self) -> dict[str, Any]:
         """The line of the access log."""
         scope = self._scope
-        sequences: Iterable[EngineSequence] = scope["state"].get("sequences", ())
         record = {
             "time": round(time.time(), 3),
             "request_id": self.request_id,
@@ -158,13 +164,14 @@ class _Exchange:
         }
         if "owner" in scope["state"]:
             record["key"] = scope["state"]["owner"][:8]
-        if sequences:
-            record |= {
-                "prompt_tokens": sum(len(sequence.prompt) for sequence in sequences),
-                "cached_tokens": sum(sequence.cached_tokens for sequence in sequences),
-                "output_tokens": sum(len(sequence.output_ids) for sequence in sequences),
-            }
-        return record
+        return record | (self._usage() or {})
+
+    def _usage(self) -> Usage | None:
+        """Tokens of the request, from its sequences or from what its server said; None without either."""
+        state = self._scope["state"]
+        sequences: Iterable[EngineSequence] = state.get("sequences", ())
+        told: Usage | None = state.get("usage")
+        return usage_of(sequences) if sequences else told
 
 
 def assemble(routes: Sequence[Route], config: ServeConfig, metrics: Metrics,

@@ -35,6 +35,7 @@ from glm5.serve.events import CLIENT_GONE, error_event, open_stream, unless_gone
 from glm5.serve.front import GENERATING, assemble
 from glm5.serve.metrics import Metrics, add_stats
 from glm5.serve.routing import PrefixRouter
+from glm5.serve.usage import HEADER, read_usage, split_comment
 
 _START_S, _UPDATE_S = 300.0, 300.0
 _HEARTBEAT_S, _HEARTBEAT_TIMEOUT_S, _MISSED_UNTIL_DEAD = 1.0, 15.0, 2
@@ -205,7 +206,7 @@ class Replicas:
         body that is no stream."""
         is_open = False
         try:
-            headers = {name: request.headers[name] for name in _SENT_ON if name in request.headers}
+            headers = {name: request.headers[name] for name in _SENT_ON if name in request.headers} | {HEADER: "1"}
             query = f"?{request.url.query}" if request.url.query else ""
             url = f"{self._replicas[number].url}{request.url.path}{query}"
             sent = self._client.build_request(request.method, url, headers=headers, content=body)
@@ -214,33 +215,37 @@ class Replicas:
                 return Response(status_code=CLIENT_GONE)
             if answer.headers.get("content-type", "").startswith("text/event-stream"):
                 is_open = True
-                return await open_stream(request, self._events(number, answer, request.url.path))
+                return await open_stream(request, self._events(number, answer, request))
             try:
                 content = await unless_gone(request.receive, answer.aread())
             finally:
                 await answer.aclose()
             if content is None:
                 return Response(status_code=CLIENT_GONE)
+            request.state.usage = read_usage(answer.headers.get(HEADER))
             kept = {name: answer.headers[name] for name in ("content-type", "retry-after") if name in answer.headers}
             return Response(content, answer.status_code, kept)
         finally:
             if not is_open:
                 self.router.finish(number)
 
-    async def _events(self, number: int, answer: httpx.Response, path: str) -> AsyncGenerator[bytes, None]:
+    async def _events(self, number: int, answer: httpx.Response, request: Request) -> AsyncGenerator[bytes, None]:
         """The events of a stream, whole ones only, so that an error can follow. Raises a failure before the first."""
         has_begun, rest = False, b""
         try:
             async for part in answer.aiter_raw():
                 whole, mark, rest = (rest + part).rpartition(b"\n\n")
-                if mark:
+                events, usage = split_comment(whole + mark)
+                if usage is not None:
+                    request.state.usage = usage
+                if events:
                     has_begun = True
-                    yield whole + mark
+                    yield events
         except httpx.TransportError:
             if not has_begun:
                 raise
             yield error_event(ApiError(502, f"replica {number} failed during the answer; send the request again",
-                                       "replica_failed"), path)
+                                       "replica_failed"), request.url.path)
         finally:
             await answer.aclose()
             self.router.finish(number)

@@ -37,7 +37,7 @@ from glm5.tokenizer.chat import (
     conversation_segments,
     generation_prompt,
 )
-from glm5.tokenizer.fit import TOKENIZER_FILE, require_fit
+from glm5.tokenizer.fit import TOKENIZER_FILE, require_fit, tokenizer_sha256
 from glm5.tokenizer.parse import ParsedMessage, StreamParser, parse_message
 
 END_OF_TEXT = "<|endoftext|>"
@@ -106,8 +106,10 @@ class Rendered:
 class Tokenizer:
     """Text ↔ ids, chats ↔ ids, model output → message."""
 
-    def __init__(self, encoder: tokenizers.Tokenizer, source: str) -> None:
+    def __init__(self, encoder: tokenizers.Tokenizer, source: str, sha256: str | None = None) -> None:
         """``encoder`` holds vocabulary and special tokens; ``source`` names its origin in error messages."""
+        self.sha256 = sha256
+        """SHA-256 of the file that it was read from, by which processes compare tokenizers; None without a file."""
         self._encoder = encoder
         self._source = source
         # The same model without any added token: characters that spell a special token stay characters.
@@ -140,7 +142,7 @@ class Tokenizer:
             encoder = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception for every malformed file
             raise CheckpointError(f"{file}: not a tokenizer.json ({error}); copy the file again") from None
-        return cls(encoder, str(file))
+        return cls(encoder, str(file), tokenizer_sha256(Path(path)))
 
     def save(self, path: str | Path) -> None:
         """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` into directory ``path``."""

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from glm5.errors import KernelError
 from glm5.kernels.cpu.build import instruction_sets, library_path, source_digest
+from glm5.kernels.cpu.proof import disagreement
+
+_log = logging.getLogger(__name__)
 
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
 _PROBLEM = "p nnn p nnn p nnn p nn nnnnnn f"
@@ -50,11 +54,11 @@ NativeFunctions = Mapping[str, Callable[..., int]]
 
 @functools.cache
 def native(instruction_set: str = "") -> NativeFunctions:
-    """The C functions by name, for one of ``runnable_sets()`` or, by default, the best.
+    """The C functions by name, for one of ``runnable_sets()`` or, by default, the ``proven_set()``.
 
     Raises KernelError when the library is missing, out of date or lacks the instruction set.
     """
-    library, chosen = _library(), instruction_set or runnable_sets()[0]
+    library, chosen = _library(), instruction_set or proven_set()
     functions = {}
     for name, signature in _SIGNATURES.items():
         try:
@@ -72,6 +76,19 @@ def runnable_sets() -> tuple[str, ...]:
     """Instruction sets that the library contains and this machine can run, best first."""
     sets = instruction_sets()
     return sets[sets.index(_text(_library(), "glm5_best_isa")) :]
+
+
+@functools.cache
+def proven_set() -> str:
+    """The best instruction set whose results are right on this machine; a warning names one that is passed over."""
+    *vectorised, plain = runnable_sets()
+    for name in vectorised:
+        wrong = disagreement(native(name))
+        if wrong is None:
+            return name
+        _log.warning("native kernels: %s gives wrong results in its %s form on this machine; a slower form is used; "
+                     "build the library here with 'python -m glm5.kernels.cpu'", wrong, name)
+    return plain
 
 
 @functools.cache

@@ -88,20 +88,40 @@ static Cut cut_mass_at(const Row& row, Cut limit, double goal) {
     return {low, ties};
 }
 
-// First token whose cumulative weight within the cut exceeds `goal`; the last kept one when rounding leaves none.
+// First token whose cumulative weight within the cut exceeds `goal`; the last kept one when rounding leaves none. Whole
+// spans are passed over by their sums, which are those of `mass`.
 static int64_t invert(const Row& row, Cut cut, double goal) {
+    float weights[SPAN + LANES];
     double total = 0.0;
-    int64_t last = -1;
-    for (int64_t i = 0; i < row.width; i++) {
-        bool tied = row.keys[i] == cut.least && cut.ties > 0;
-        if (!tied && row.keys[i] <= cut.least) continue;
-        cut.ties -= tied;
-        float weight = row.single(i);
-        if (!(weight > 0.0f)) continue;
-        total += weight, last = i;
-        if (total > goal) return i;
+    int64_t last = 0;
+    for (int64_t start = 0; start < row.width; start += SPAN) {
+        int64_t count = at_most(row.width, start + SPAN) - start, i = 0;
+        vf sum = {};
+        for (; i + LANES <= count; i += LANES) {
+            vi kept = *(const vi_loose*)(row.keys + start + i) > cut.least - (vi){};
+            vf weight = kept ? row.weight(start + i) : (vf){};
+            store(weights + i, weight);
+            sum += weight;
+        }
+        double span = sum_lanes(sum);
+        for (; i < count; i++) {
+            weights[i] = row.keys[start + i] > cut.least ? row.single(start + i) : 0.0f;
+            span += weights[i];
+        }
+        for (i = 0; i < count && cut.ties > 0; i++)
+            if (row.keys[start + i] == cut.least) weights[i] = row.single(start + i), span += weights[i], cut.ties--;
+        bool is_within = total + span > goal;
+        for (i = is_within ? 0 : count; i < count; i++) {
+            if (!(weights[i] > 0.0f)) continue;
+            total += weights[i], last = start + i;
+            if (total > goal) return last;
+        }
+        if (is_within) continue;
+        total += span;
+        while (i > 0 && !(weights[i - 1] > 0.0f)) i--;
+        if (i > 0) last = start + i - 1;
     }
-    return last < 0 ? 0 : last;
+    return last;
 }
 
 static void sample_row(const float* logits, int64_t width, float temperature, int64_t top_k, float top_p, float min_p,
