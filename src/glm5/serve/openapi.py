@@ -10,12 +10,14 @@ import json
 from typing import Any
 
 from glm5 import __version__
+from glm5.device import BACKENDS
 from glm5.dialects.conversation import EFFORTS
 from glm5.engine.requests import MAX_TOP_LOGPROBS
+from glm5.serve.weight_group import MAX_GROUP, MAX_TIMEOUT_S
 
 Schema = dict[str, Any]
 
-_TEXT, _FLAG, _INTEGER, _NUMBER = ({"type": kind} for kind in ("string", "boolean", "integer", "number"))
+_TEXT, _FLAG, _INTEGER = ({"type": kind} for kind in ("string", "boolean", "integer"))
 _OBJECT: Schema = {"type": "object"}
 
 
@@ -228,7 +230,9 @@ _ROUTES: tuple[tuple[str, str, str, Schema | None, tuple[str, ...]], ...] = (
         "/init_weights_update_group",
         "Join the trainer's process group for weights",
         _object(("master_address", "master_port", "rank_offset", "world_size"), master_address=_TEXT,
-                master_port=_INTEGER, rank_offset=_INTEGER, world_size=_INTEGER, backend=_TEXT, timeout_s=_NUMBER),
+                master_port=_range("integer", 1, 2**16 - 1), rank_offset=_range("integer", 1, MAX_GROUP - 1),
+                world_size=_range("integer", 2, MAX_GROUP), backend=_words(*BACKENDS),
+                timeout_s=_range("number", 1e-3, MAX_TIMEOUT_S)),
         ("success",),
     ),
     (

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # both load torch
     from glm5.engine.broadcast import WeightGroup
     from glm5.engine.engine import Engine
 
+MAX_GROUP, MAX_TIMEOUT_S = 4096, 600.0
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -49,9 +50,11 @@ class WeightGroupApi:
         if backend not in BACKENDS:
             raise ApiError(400, f"backend: {backend!r}; expected one of {', '.join(BACKENDS)}", "invalid_request",
                            "backend")
-        arguments = (field(data, "master_address", str, required=True), field(data, "master_port", int, required=True),
-                     field(data, "rank_offset", int, required=True), field(data, "world_size", int, required=True),
-                     backend, field(data, "timeout_s", float, 30.0))
+        size = _within("world_size", field(data, "world_size", int, required=True), 2, MAX_GROUP)
+        arguments = (field(data, "master_address", str, required=True),
+                     _within("master_port", field(data, "master_port", int, required=True), 1, 2**16 - 1),
+                     _within("rank_offset", field(data, "rank_offset", int, required=True), 1, size - 1), size,
+                     backend, _within("timeout_s", field(data, "timeout_s", float, 30.0), 1e-3, MAX_TIMEOUT_S))
         self._close()
         try:
             self._group = await asyncio.to_thread(WeightGroup, *arguments)
@@ -88,6 +91,13 @@ class WeightGroupApi:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def _within(name: str, value: float, low: float, high: float) -> Any:
+    """``value``. Raises ApiError 400 outside of ``low`` to ``high``."""
+    if not low <= value <= high:
+        raise ApiError(400, f"{name}: got {value}, expected {low:g} to {high:g}", "invalid_request", name)
+    return value
 
 
 def _refusal(message: str) -> Response:
