@@ -54,8 +54,9 @@ class Fuzzer:
         """(cases, failures) of one phase over ``document``; what failed is printed."""
         described, report = self.folder / f"{name}.openapi.json", self.folder / f"{name}.report.json"
         described.write_text(json.dumps(document))
-        command = [sys.executable, "-m", "schemathesis.cli", "run", str(described), "--url", self.url, "--phases", phase,
-                   "--checks", _CHECKS, "--max-examples", str(self.examples), "--max-time", str(max(1, round(seconds))),
+        command = [sys.executable, "-m", "schemathesis.cli", "run", str(described), "--url", self.url,
+                   "--phases", phase, "--checks", _CHECKS, "--max-examples", str(self.examples),
+                   "--max-time", str(max(1, round(seconds))),
                    "--request-timeout", str(_REQUEST_TIMEOUT_S), "--seed", str(self.seed), "--continue-on-failure",
                    "--report-json-path", str(report), "--generation-database", "none", "--no-color"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=self.folder)
