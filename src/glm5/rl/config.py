@@ -1,4 +1,4 @@
-"""Configuration of a reinforcement-learning run: what ``configs/<size>/rl.toml`` may say. No torch here.
+"""Configuration of a reinforcement-learning run: what ``configs/<size>/{reasoning,agentic,distill}.toml`` may say. No torch here.
 
 One unit for sizes: groups. A batch is ``groups_per_batch`` groups of ``group_size`` episodes, a step trains one batch.
 """
@@ -6,13 +6,15 @@ One unit for sizes: groups. A batch is ``groups_per_batch`` groups of ``group_si
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from glm5.config import build_config, load_config, require_at_least
 from glm5.device import AUTO
 from glm5.errors import ConfigError
+from glm5.rl.advantages import GroupAdvantage
 from glm5.train.config import OptimizerConfig, ScheduleConfig
 
 
@@ -76,6 +78,26 @@ class CurriculumConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherConfig:
+    """A checkpoint that the policy is distilled from, on prompts of its own tasksets."""
+
+    checkpoint: str
+    """A checkpoint directory, or ``stage:NAME``: the final checkpoint of run NAME beside this one."""
+    tasksets: dict[str, float]
+    """Tasksets whose episodes this teacher scores, and their shares of its prompts."""
+    share: float = 1.0
+    """Share of the prompts that are this teacher's."""
+    threads: int = 1
+    """CPU threads of its engine."""
+
+    def __post_init__(self) -> None:
+        if not self.tasksets or any(share <= 0 for share in self.tasksets.values()) or self.share <= 0:
+            raise ConfigError(f"share={self.share}, tasksets={self.tasksets}: give shares above 0 and at least one "
+                              "taskset")
+        require_at_least(1, threads=self.threads)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RLConfig:
     """One run of asynchronous reinforcement learning."""
 
@@ -83,8 +105,11 @@ class RLConfig:
     """Name of the run."""
     init: str = "stage:sft"
     """A checkpoint directory, or ``stage:NAME``: the final checkpoint of run NAME beside this one."""
-    tasksets: dict[str, float]
-    """Tasksets to practise and their shares of the groups, for example ``{calculator = 1.0, shell = 2.0}``."""
+    tasksets: dict[str, float] = field(default_factory=dict)
+    """Tasksets to practise and their shares of the groups, for example ``{calculator = 1.0, shell = 2.0}``; with
+    teachers those of the teachers."""
+    teachers: dict[str, TeacherConfig] = field(default_factory=dict)
+    """Cross-stage distillation: the advantage of a token is what its episode's teacher thinks of it."""
     mode: Literal["async", "sync"] = "async"
     """``async``: episodes run while the trainer steps. ``sync``: the same code with pacing and staleness 0."""
     groups_per_batch: int = 16
@@ -103,8 +128,10 @@ class RLConfig:
     """Steps between weight publications (async; sync publishes every step)."""
     loss: LossConfig = field(default_factory=LossConfig)
     """Policy loss."""
-    advantage: Literal["mean", "mean_std", "leave_one_out"] = "mean"
-    """How the rewards of a group become advantages."""
+    advantage: GroupAdvantage = "mean"
+    """How the rewards of a group become advantages: of episodes, or of turns (``turn``); unused with teachers."""
+    reset_optimizer: bool = False
+    """Forget the moments of the optimizer after each weight publication (GLM-5 report, agentic RL)."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Choice of tasks and automatic shares."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=6e-5, kind="adamw", weight_decay=0.0))
@@ -157,6 +184,8 @@ class RLConfig:
     """Seed of the trainer."""
 
     def __post_init__(self) -> None:
+        if self.teachers:
+            object.__setattr__(self, "tasksets", _prompt_mixture(self.tasksets, self.teachers))
         if not self.tasksets or any(ratio <= 0 for ratio in self.tasksets.values()):
             raise ConfigError(f"tasksets={self.tasksets}: name at least one taskset with a share above 0")
         require_at_least(0, pacing_eta=self.pacing_eta, max_staleness=self.max_staleness, max_minutes=self.max_minutes,
@@ -166,7 +195,8 @@ class RLConfig:
                           max_attempts=self.max_attempts, checkpoint_every=self.checkpoint_every,
                           keep_checkpoints=self.keep_checkpoints, trainer_threads=self.trainer_threads,
                           engine_threads=self.engine_threads, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
-        require_at_least(2, group_size=self.group_size, max_context=self.max_context)
+        require_at_least(1 if self.teachers else 2, group_size=self.group_size)
+        require_at_least(2, max_context=self.max_context)
         for name, value in (("temperature", self.temperature), ("episode_timeout_s", self.episode_timeout_s),
                             ("stall_minutes", self.stall_minutes)):
             if value <= 0:
@@ -175,6 +205,21 @@ class RLConfig:
         if self.mode == "async" and self.max_staleness < needed:
             raise ConfigError(f"max_staleness={self.max_staleness} is below pacing_eta + publish_every - 1 = {needed}: "
                               "every sample would be dropped as stale; raise it or lower the others")
+
+    @property
+    def comparison(self) -> GroupAdvantage | None:
+        """How the episodes of a group are compared; None with teachers, where every episode teaches by itself."""
+        return None if self.teachers else self.advantage
+
+    def for_evaluation(self, tasksets: Iterable[str]) -> RLConfig:
+        """The same limits of episodes, for other tasksets: nothing is compared or distilled."""
+        return replace(self, tasksets=dict.fromkeys(tasksets, 1.0), teachers={}, group_size=max(self.group_size, 2))
+
+    @property
+    def screened(self) -> int:
+        """Episodes of a group that start first: all, unless groups are screened by their rewards."""
+        compared = self.curriculum.screen if self.advantage != "turn" else 0
+        return min(compared or self.group_size, self.group_size)
 
     @property
     def eta(self) -> int:
@@ -190,6 +235,23 @@ class RLConfig:
     def publication_interval(self) -> int:
         """Steps between weight publications, 1 in synchronous mode."""
         return self.publish_every if self.mode == "async" else 1
+
+
+def _prompt_mixture(tasksets: dict[str, float], teachers: dict[str, TeacherConfig]) -> dict[str, float]:
+    """Shares of all prompts: of each teacher its share, divided over its tasksets.
+
+    Raises ConfigError when a taskset has two teachers, or when ``tasksets`` says something else.
+    """
+    mixture: dict[str, float] = {}
+    for name, teacher in teachers.items():
+        twice = sorted(mixture.keys() & teacher.tasksets.keys())
+        if twice:
+            raise ConfigError(f"teachers.{name}: taskset {twice[0]!r} has another teacher; name it once")
+        total = sum(teacher.tasksets.values())
+        mixture |= {taskset: teacher.share * share / total for taskset, share in teacher.tasksets.items()}
+    if tasksets and tasksets != mixture:
+        raise ConfigError(f"tasksets={tasksets} beside teachers: leave it out, their tasksets are practised")
+    return mixture
 
 
 def read_rl_config(path: Path) -> RLConfig:

@@ -87,9 +87,10 @@ class LeasedBatch:
 class Ledger:
     """One connection to ``ledger.sqlite``, made when missing. Use each object from one thread."""
 
-    def __init__(self, path: str | Path, *, max_staleness: int, pad_groups: bool) -> None:
+    def __init__(self, path: str | Path, *, max_staleness: int, pad_groups: bool,
+                 advantage: GroupAdvantage | None = "mean") -> None:
         self._path = Path(path)
-        self._max_staleness, self._pad_groups = max_staleness, pad_groups
+        self._max_staleness, self._pad_groups, self._advantage = max_staleness, pad_groups, advantage
         self._db = sqlite3.connect(path, timeout=30, isolation_level=None)
         with self._explained():
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -191,8 +192,7 @@ class Ledger:
         """Groups that wait for the trainer, stale ones included."""
         return int(self._db.execute("SELECT COUNT(*) FROM groups WHERE state = 'ready'").fetchone()[0])
 
-    def lease(self, batch_groups: int, trainer_step: int,
-              advantage: GroupAdvantage = "mean") -> LeasedBatch | None:
+    def lease(self, batch_groups: int, trainer_step: int) -> LeasedBatch | None:
         """Hand out the ``batch_groups`` oldest ready groups, or None when there are fewer.
 
         First drops ready groups that are too stale, and those of a lost timeline: sampled by weights of a later step
@@ -213,7 +213,7 @@ class Ledger:
             self._db.executemany("UPDATE groups SET state = 'leased', batch_id = ? WHERE group_id = ?",
                                  [(batch_id, group_id) for (group_id,) in rows])
             self._db.executemany("INSERT INTO leases VALUES (?, ?)", [(batch_id, group_id) for (group_id,) in rows])
-            return self._load_batch(batch_id, trainer_step, [group_id for (group_id,) in rows], advantage)
+            return self._load_batch(batch_id, trainer_step, [group_id for (group_id,) in rows])
 
     def ack(self, batch_id: int, step: int) -> None:
         """Every batch leased up to ``batch_id`` is in a complete checkpoint of ``step``: its groups are trained."""
@@ -304,7 +304,8 @@ class Ledger:
         if any(is_measured(episode) and span is None for episode, span in zip(finals, spans, strict=True)):
             return Admission("unknown_version", [0] * len(finals))
         span_of = {episode.episode_id: span for episode, span in zip(finals, spans, strict=True)}
-        return admit(finals, lambda episode: self._is_stale(span_of[episode.episode_id]), self._pad_groups)
+        return admit(finals, lambda episode: self._is_stale(span_of[episode.episode_id]), self._pad_groups,
+                     self._advantage)
 
     def _is_stale(self, span: tuple[int, int] | None) -> bool:
         return span is not None and self.progress().step - span[0] > self._max_staleness
@@ -328,8 +329,7 @@ class Ledger:
         self._db.execute("UPDATE batches SET state = 'acked', acked_step = ? WHERE state = 'leased' AND batch_id <= ?",
                          (step, batch_id))
 
-    def _load_batch(self, batch_id: int, trainer_step: int, group_ids: Sequence[str],
-                    advantage: GroupAdvantage) -> LeasedBatch:
+    def _load_batch(self, batch_id: int, trainer_step: int, group_ids: Sequence[str]) -> LeasedBatch:
         samples: list[Sample] = []
         staleness: dict[str, int] = {}
         episodes = 0
@@ -338,7 +338,7 @@ class Ledger:
                 "SELECT episode_id, group_id, task_id, taskset, outcome, reward, episodes.reason, started_at, "
                 "duration_s, body, multiplicity, episodes.min_step FROM episodes JOIN groups USING (group_id) "
                 "WHERE group_id = ? AND multiplicity > 0 ORDER BY slot", (group_id,)).fetchall()
-            new = group_samples([episode_of_row(row) for row in rows], [row[10] for row in rows], advantage)
+            new = group_samples([episode_of_row(row) for row in rows], [row[10] for row in rows], self._advantage)
             oldest = {row[0]: row[11] for row in rows}
             staleness |= {sample.sample_id: trainer_step - oldest[sample.episode_id] for sample in new}
             samples += new

@@ -61,12 +61,13 @@ class Orchestrator:
     def __init__(self, config: RLConfig, run_dir: Path, gateway_url: str) -> None:
         self._config, self._gateway_url = config, gateway_url
         self._log = RunLog(run_dir)
-        self._ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups)
+        self._ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups,
+                              advantage=config.comparison)
         self.registry = Registry()
         self._picker = RatioPicker(config.tasksets, config.curriculum.balance)
         self._curriculum = Curriculum(config.curriculum)
         self._task_ids: dict[str, deque[tuple[int, str]]] = {taskset: deque() for taskset in config.tasksets}
-        self._screened = min(config.curriculum.screen or config.group_size, config.group_size)
+        self._screened = config.screened
         self._slots = asyncio.Semaphore(config.concurrency)
         self._groups: set[asyncio.Task[None]] = set()
         self._attempts: dict[str, set[asyncio.Task[Episode]]] = {}

@@ -1,7 +1,7 @@
 """The trainer: leases batches from the ledger, steps, publishes weights, writes checkpoints.
 
-One step: lease → forward over packed samples with sparse attention → log-probs of the sampled tokens → policy loss →
-backward → clip → optimizer. Episodes keep running meanwhile: services are processes, weights are pushed by a thread.
+One step: lease → (teachers score the samples) → forward over packed samples with sparse attention → log-probs of the
+sampled tokens → policy loss → backward → clip → optimizer. Episodes keep running meanwhile: services are processes, weights are pushed by a thread.
 Indexers, MTP layer and router bias are frozen.
 
 Order at a restart-critical point: the checkpoint with the batch ids is on disk before their batches are acked, and a
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,11 @@ from glm5.rl.config import RLConfig
 from glm5.rl.kl import Mismatch
 from glm5.rl.launch.local import RolloutStack
 from glm5.rl.ledger import LeasedBatch, Ledger
-from glm5.rl.losses import LOSSES, PolicyTokens
+from glm5.rl.losses import LOSSES, PolicyTokens, teacher_advantages
 from glm5.rl.packing import micro_batches
 from glm5.rl.push import WeightPusher
 from glm5.rl.supervisor import poll_until
+from glm5.rl.teachers import Teachers
 from glm5.rl.weights import WeightVersion, newest_version, publish, retain
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
 from glm5.tokenizer.bpe import load_tokenizer
@@ -82,14 +83,15 @@ def run_rl(config: RLConfig, run_dir: Path, init_dir: Path | None = None) -> Pat
         return finished
     resolved = init_dir or resolve_init(config.init, run_dir)
     load_tokenizer(resolved)  # one that is missing or another model's is reported before anything is written
+    teachers = _resolve_teachers(config, run_dir, resolved)
     with lock_directory(run_dir):
-        return _train(config, run_dir, resolved)
+        return _train(config, run_dir, resolved, teachers)
 
 
-def _train(config: RLConfig, run_dir: Path, resolved: Path) -> Path:
+def _train(config: RLConfig, run_dir: Path, resolved: Path, teachers: Mapping[str, Path]) -> Path:
     torch.set_num_threads(config.trainer_threads)
     torch.manual_seed(config.seed)
-    trainer = Trainer(config, run_dir, resolved)
+    trainer = Trainer(config, run_dir, resolved, teachers)
     try:
         checkpoint = trainer.run()
     finally:
@@ -123,6 +125,15 @@ def resolve_init(init: str, run_dir: Path) -> Path:
     return found
 
 
+def _resolve_teachers(config: RLConfig, run_dir: Path, init_dir: Path) -> dict[str, Path]:
+    """Checkpoint of every teacher. Raises ConfigError when one is missing, CheckpointError when its ids mean other text
+    than the student's."""
+    checkpoints = {name: resolve_init(teacher.checkpoint, run_dir) for name, teacher in config.teachers.items()}
+    for checkpoint in checkpoints.values():
+        require_same_tokenizer(checkpoint, init_dir)
+    return checkpoints
+
+
 def freeze(model: GlmMoeDsaForCausalLM) -> None:
     """Leave only what reinforcement learning trains: everything but the indexers and the MTP layer."""
     mtp_prefix = f"model.layers.{model.config.num_hidden_layers}."
@@ -136,20 +147,22 @@ def policy_step(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, batch: Leased
     optimizer.zero_grad()
     mismatch = Mismatch()
     policy_loss = LOSSES[config.loss.kind]
-    loss = entropy = 0.0
+    loss = entropy = behind = 0.0
     tokens = padded = 0
     for packed in micro_batches(batch, config.max_tokens_per_microbatch):
         part = packed.to(model.lm_head.weight.device)
         hidden_BTD = model.hidden(part.ids_BT, part.positions_BT, part.documents_BT, attention="sparse").hidden_BTD
         hidden_MD = hidden_BTD.flatten(0, 1)[part.predictors]
         logprobs = token_logprobs(hidden_MD, model.lm_head.weight, part.labels, config.temperature)
+        advantages = teacher_advantages(part.teacher, logprobs) if config.teachers else part.advantages
         # one update per batch: the policy is still the old one while its gradient is taken
-        result = policy_loss(PolicyTokens(logprobs, logprobs.detach(), part.behaviour, part.advantages,
-                                          part.coefficients, part.samples), config.loss)
+        result = policy_loss(PolicyTokens(logprobs, logprobs.detach(), part.behaviour, advantages, part.coefficients,
+                                          part.samples), config.loss)
         torch.autograd.backward(result.loss)
         mismatch.add(result, part.staleness)
         loss += float(result.loss.detach())
         entropy += float(token_entropy(hidden_MD.detach(), model.lm_head.weight, config.temperature).sum())
+        behind += float((part.coefficients * advantages).sum())
         tokens += part.tokens
         padded += part.ids_BT.numel()
     norms = optimizer.clip_gradients()
@@ -158,14 +171,17 @@ def policy_step(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, batch: Leased
     metrics = mismatch.metrics()
     metrics |= {"loss": loss, "grad_norm": norms.main, "entropy": entropy / max(metrics["sampled_tokens"], 1.0),
                 "lr": config.optimizer.lr * lr_scale, "packing": tokens / padded}
+    if config.teachers:
+        metrics["teacher_kl"] = -behind  # of the student from its teachers, on what it sampled
     return StepResult(metrics, tokens, norms.finite)
 
 
 class Trainer:
     """One start of a run: model, optimizer, ledger, and the services it keeps alive."""
 
-    def __init__(self, config: RLConfig, run_dir: Path, init_dir: Path) -> None:
+    def __init__(self, config: RLConfig, run_dir: Path, init_dir: Path, teachers: Mapping[str, Path]) -> None:
         self.config, self.run_dir = config, run_dir
+        self._teacher_dirs = teachers
         self._log = RunLog(run_dir)
         self._log.write_config(config)
         start = latest_checkpoint(run_dir)
@@ -177,7 +193,8 @@ class Trainer:
         freeze(self._model)
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self.state = load_trainer_state(start, self._optimizer) if start else TrainerState()
-        self._ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups)
+        self._ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups,
+                              advantage=config.comparison)
         self._started = time.monotonic()
         self._elapsed_before = self.state.elapsed_s
         self._last_batch = max((int(batch) for batch in self.state.batch_ids), default=0)
@@ -196,17 +213,18 @@ class Trainer:
         self._log.event("rl_started", step=self.state.step, version=published.version, returned_groups=returned)
         stack = RolloutStack(self.config, published.directory, self.run_dir, weight_version=published.version,
                              orchestrate=True)
-        with stack, WeightPusher([stack.engine_url], self._log.event) as pusher:
+        teachers = Teachers(self.config, self._teacher_dirs, self.run_dir)
+        with teachers, stack, WeightPusher([stack.engine_url], self._log.event) as pusher:
             pusher.submit(published)
             self._await_push(stack, pusher, published)
             self._ledger.set_progress(self.state.step, published.version)
             self._engine_seen = stack.engine_stats()
             with progress_bar(self.config.name, self.config.steps) as bar:
-                path = self._loop(stack, pusher, bar)
+                path = self._loop(stack, teachers, pusher, bar)
         self._log.event("rl_finished", step=self.state.step, elapsed_s=self.state.elapsed_s)
         return path
 
-    def _loop(self, stack: RolloutStack, pusher: WeightPusher, bar: ProgressBar) -> Path:
+    def _loop(self, stack: RolloutStack, teachers: Teachers, pusher: WeightPusher, bar: ProgressBar) -> Path:
         tokens_before = self.state.tokens
         path = latest_checkpoint(self.run_dir)
         while not self._is_finished():
@@ -214,6 +232,8 @@ class Trainer:
             batch = self._next_batch(stack)
             if batch is None:
                 break
+            scored_started = time.monotonic()
+            batch = teachers.score(batch)
             train_started = time.monotonic()
             result = policy_step(self._model, self._optimizer, batch, self.config,
                                  lr_factor(self.config.schedule, self.state.step, self.config.steps))
@@ -232,7 +252,8 @@ class Trainer:
             if self.state.step % self.config.checkpoint_every == 0 or self._is_finished():
                 path = self._checkpoint()
             self._report(stack, batch, result, {
-                "train_s": train_s, "wait_s": train_started - step_started, "publish_s": publish_s,
+                "train_s": train_s, "wait_s": scored_started - step_started,
+                "teacher_s": train_started - scored_started, "publish_s": publish_s,
                 "step_s": time.monotonic() - step_started})
             bar.advance(self.state.step, self.state.tokens - tokens_before, self._note(batch))
         if path is None or int(path.name) != self.state.step:  # a time limit can end the loop between checkpoints
@@ -253,7 +274,7 @@ class Trainer:
         stack.tend()
         while True:
             if self._ledger.ready_groups() >= self.config.groups_per_batch:
-                batch = self._ledger.lease(self.config.groups_per_batch, self.state.step, self.config.advantage)
+                batch = self._ledger.lease(self.config.groups_per_batch, self.state.step)
                 if batch is not None:
                     return batch
             if self._is_finished():
@@ -289,6 +310,8 @@ class Trainer:
         if self.state.step % self.config.publication_interval == 0:
             published = self._publish()
             pusher.submit(published)
+            if self.config.reset_optimizer:
+                self._optimizer.reset()
             if self.config.mode == "sync":
                 self._await_push(stack, pusher, published)
         self._ledger.set_progress(self.state.step, self.state.policy_version)
@@ -333,6 +356,8 @@ class Trainer:
                 for name in ("busy_s", "uptime_s", "generated_tokens", "prefilled_tokens", "cached_tokens")}
 
     def _note(self, batch: LeasedBatch) -> str:
+        if self.config.teachers:
+            return f"version {self.state.policy_version}"
         positive = sum(sample.advantage > 0 for sample in batch.samples)
         return f"version {self.state.policy_version}, {positive}/{len(batch.samples)} better than their group"
 
