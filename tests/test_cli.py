@@ -31,7 +31,7 @@ def test_help_names_every_command_without_loading_torch():
     (("run", f"{CONFIGS}/pipeline.toml", "repotr.tasks=3"), ["pipeline.toml", "repotr", "did you mean 'report'"]),
     (("run", "no-such-file.toml"), ["no-such-file.toml", "cannot be read"]),
     (("train", f"{CONFIGS}/pretrain.toml", "stepps=3"), ["pretrain.toml", "stepps", "did you mean 'steps'"]),
-    (("rl", f"{CONFIGS}/rl.toml", "group_size=1"), ["rl.toml", "group_size=1"]),
+    (("rl", f"{CONFIGS}/agentic.toml", "group_size=1"), ["agentic.toml", "group_size=1"]),
     (("results", "a.json", "b.json"), ["a.json", "cannot be read"]),
     (("generate", "no-such-directory", "hello"), ["no-such-directory"]),
     (("env", "check", "no-such-taskset"), ["no-such-taskset", "installed"]),
@@ -65,7 +65,7 @@ def test_two_runs_in_one_directory_are_refused(tmp_path):
     ("gateway", "--engine", "http://127.0.0.1:9", "--tokenizer", "any", "--store", "any.sqlite"),
     ("serve", "any-directory"),
     ("env", "serve", "calculator", "--sandbox", "none"),
-    ("orchestrator", f"{CONFIGS}/rl.toml", "--run-dir", "RUN_DIR", "--gateway-url", "http://127.0.0.1:9"),
+    ("orchestrator", f"{CONFIGS}/agentic.toml", "--run-dir", "RUN_DIR", "--gateway-url", "http://127.0.0.1:9"),
 ])
 def test_a_taken_port_is_one_line_and_exit_code_2(command, tmp_path):
     command = [part.replace("RUN_DIR", str(tmp_path / "run")) for part in command]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_pipeline import NANO, STAGES, processes_that_name, start, write_tiny_pipeline
+from tiny_pipeline import NANO, RL_STAGES, STAGES, processes_that_name, start, write_tiny_pipeline
 
 from glm5.config import load_config
 from glm5.data.packing import Batch
@@ -41,9 +41,12 @@ def test_a_run_that_is_killed_continues_to_its_report(tmp_path):
     results = json.loads((run_dir / "report.json").read_text())
     names = {row["name"] for row in results["rows"]}
     assert {"bpb.initial", "bpb.final", "loss.dense", "loss.sparse", "mtp.acceptance_length", "pass_at_1.sft.mean",
-            "pass_at_1.rl.mean", "pass_at_1.rl.shell", "wall_s.run", "wall_s.sft", "peak_rss_bytes"} <= names
-    violations = [row["value"] for row in results["rows"] if row["name"] == "ledger.violations"]
-    assert violations == [0]
+            "pass_at_1.rl.mean", "pass_at_1.rl.shell", "wall_s.run", "wall_s.sft", "peak_rss_bytes",
+            "pass_at_1.reasoning.maths", "pass_at_1.distill.maths", "lost.rl.maths", "lost.distill.shell",
+            "reasoning.busy.engine", "busy.engine", "distill.busy.engine", "wall_s.distill"} <= names
+    assert len(names) == len(results["rows"])
+    violations = [row["value"] for row in results["rows"] if row["name"].endswith("ledger.violations")]
+    assert violations == [0, 0, 0]
     assert json.loads((run_dir / "clock.json").read_text())["attempts"] == 3
 
     from transformers import AutoModelForCausalLM
@@ -72,7 +75,11 @@ def test_prompts_of_the_acceptance_length_lie_inside_one_document():
 def test_every_nano_configuration_is_valid():
     for name in STAGES:
         assert load_config(StageConfig, NANO / f"{name}.toml").name == name
-    assert load_config(RLConfig, NANO / "rl.toml").name == "rl"
+    rl = [load_config(RLConfig, NANO / f"{name}.toml") for name in RL_STAGES]
+    assert [stage.name for stage in rl] == ["reasoning", "rl", "distill"]
+    assert [stage.init for stage in rl] == ["stage:sft", "stage:reasoning", "stage:rl"]
     loaded = load_config(PipelineConfig, NANO / "pipeline.toml")
     assert sum(loaded.demonstrations.values()) <= 300
     assert loaded.report.tasks >= 200
+    for stage in Pipeline(NANO / "pipeline.toml", []).rl:
+        assert stage.max_minutes > 0

@@ -10,6 +10,11 @@ from glm5.process import PARENT_VARIABLE
 
 NANO = Path(__file__).parents[1] / "configs" / "nano"
 STAGES = ("pretrain", "midtrain", "dsa-warmup", "dsa-sparse", "sft")
+RL_STAGES = ("reasoning", "agentic", "distill")
+
+
+DEMONSTRATIONS = "".join(f"{name} = 3\n" for name in (
+    "calculator", "shell", "repair", "maths", "science", "code", "python"))
 
 
 def write_tiny_pipeline(directory: Path, steps: int = 4) -> Path:
@@ -28,13 +33,15 @@ def write_tiny_pipeline(directory: Path, steps: int = 4) -> Path:
         if name == "sft":
             lines = [f"{line}\nevery = {steps}" if line == "[evaluation]" else line for line in lines]
         (directory / f"{name}.toml").write_text("\n".join(lines) + "\n")
-    (directory / "rl.toml").write_text(f'extends = "{NANO}/rl.toml"\nsteps = 1\nmax_minutes = 0.15\nconcurrency = 8\n'
-                                       'groups_per_batch = 2\ngroup_size = 2\nsandbox = "none"\n')
+    for name in RL_STAGES:
+        (directory / f"{name}.toml").write_text(
+            f'extends = "{NANO}/{name}.toml"\nsteps = 1\nmax_minutes = 0.15\nconcurrency = 8\n'
+            f'groups_per_batch = 2\ngroup_size = {1 if name == "distill" else 2}\nsandbox = "none"\n')
     pipeline = directory / "pipeline.toml"
     pipeline.write_text(
         f'extends = "{NANO}/pipeline.toml"\nname = "tiny"\nrun_dir = "{directory}/run"\n'
         f'[tokenizer]\nvocab_size = 1024\nsources = ["{corpus}"]\n[demonstrations]\n'
-        "calculator = 3\nshell = 3\nrepair = 3\n"
+        f"{DEMONSTRATIONS}"
         "[report]\ntasks = 3\nstop_tasks = 2\n")
     return pipeline
 

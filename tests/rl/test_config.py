@@ -5,7 +5,7 @@ import pytest
 
 from glm5.config import build_config
 from glm5.errors import ConfigError
-from glm5.rl.config import RLConfig, read_rl_config
+from glm5.rl.config import CurriculumConfig, RLConfig, read_rl_config
 
 
 def test_synchronous_mode_is_the_same_configuration_with_no_run_ahead():
@@ -42,3 +42,33 @@ def test_a_torn_configuration_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"name": ')
     with pytest.raises(ConfigError, match="cannot be read"):
         read_rl_config(tmp_path / "config.json")
+
+
+TEACHERS = {"reasoning": {"checkpoint": "stage:reasoning", "tasksets": {"maths": 1.0, "code": 3.0}},
+            "agentic": {"checkpoint": "stage:rl", "tasksets": {"shell": 1.0}, "share": 2.0}}
+
+
+def test_prompts_of_teachers_are_mixed_by_their_shares(tmp_path):
+    config = build_config(RLConfig, {"name": "d", "teachers": TEACHERS, "group_size": 1}, "distill.toml")
+    assert config.tasksets == {"maths": 0.25, "code": 0.75, "shell": 2.0}
+    assert config.comparison is None and config.screened == 1
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    assert read_rl_config(tmp_path / "config.json") == config
+    evaluated = config.for_evaluation(["shell", "maths"])
+    assert (evaluated.tasksets, evaluated.teachers) == ({"shell": 1.0, "maths": 1.0}, {})
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"agentic": {"checkpoint": "stage:rl", "tasksets": {"maths": 1.0}}}, "'maths' has another teacher"),
+    ({"agentic": {"checkpoint": "stage:rl", "tasksets": {}}}, "at least one taskset"),
+    ({"agentic": {"checkpoint": "stage:rl", "tasksets": {"shell": 1.0}, "share": 0.0}}, "shares above 0")])
+def test_teachers_that_cannot_be_are_refused(change, words):
+    with pytest.raises(ConfigError, match=words):
+        build_config(RLConfig, {"name": "d", "teachers": {**TEACHERS, **change}}, "distill.toml")
+    with pytest.raises(ConfigError, match="leave it out"):
+        build_config(RLConfig, {"name": "d", "teachers": TEACHERS, "tasksets": {"shell": 1.0}}, "distill.toml")
+
+
+def test_groups_are_screened_only_where_their_rewards_decide():
+    config = RLConfig(name="r", tasksets={"calculator": 1.0}, curriculum=CurriculumConfig(screen=4))
+    assert config.screened == 4 and dataclasses.replace(config, advantage="turn").screened == 8

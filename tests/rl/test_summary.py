@@ -29,6 +29,9 @@ def test_rows_come_from_the_ledger_and_the_metrics(tmp_path):
         "episodes.zero_variance": 2, "groups.acked": 1, "groups.dropped": 1, "groups.dropped.zero_variance": 1,
         "staleness.1": 4}
     assert reward_curve(tmp_path) == [(1, 0.5)]
+    named = {row["name"]: row["value"] for row in summary_rows(tmp_path, "reasoning")}
+    assert named["reasoning.busy.trainer"] == 0.25 and named["tokens_per_s.reasoning"] == 200.0
+    assert len(named) == len(rows) and not rows.keys() & named.keys()
 
 
 def test_a_directory_without_a_ledger_is_one_line(tmp_path):

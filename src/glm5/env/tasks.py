@@ -28,6 +28,7 @@ BUILT_IN = {
     "science": "glm5.env.tasksets.science:Science",
     "code": "glm5.env.tasksets.code:Code",
     "python": "glm5.env.tasksets.python:Python",
+    "gym": "glm5.env.tasksets.gym:Gym",
 }
 """What this distribution's entry points say, for a source tree that was not installed."""
 Message = dict[str, Any]
