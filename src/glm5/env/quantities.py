@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-_NUMBER = re.compile(r"([+-]?\d{1,30}(?:\.\d{1,30})?) ?([A-Za-z][A-Za-z0-9/]*)")
+_NUMBER = re.compile(r"([+-]?[0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z][A-Za-z0-9/]*)")
 _FACTOR = re.compile(r"([A-Za-z]+)([1-9])?")
 Dimension = tuple[int, int, int, int]
 """Exponents of metre, kilogram, second, ampere."""
