@@ -83,3 +83,17 @@ def test_every_nano_configuration_is_valid():
     assert loaded.report.tasks >= 200
     for stage in Pipeline(NANO / "pipeline.toml", []).rl:
         assert stage.max_minutes > 0
+
+
+def test_the_long_form_is_valid_and_follows_the_same_stages():
+    micro, nano = (Pipeline(NANO.parent / size / "pipeline.toml", []) for size in ("micro", "nano"))
+    assert [stage.name for stage in micro.rl] == [stage.name for stage in nano.rl]
+    assert [stage.init for stage in (*micro.stages, *micro.rl)] == [stage.init for stage in (*nano.stages, *nano.rl)]
+    assert micro.stages[0].preset == "micro" and all(stage.max_minutes == 0 for stage in (*micro.stages, *micro.rl))
+
+
+def test_demonstrations_and_practised_tasksets_must_be_the_same(tmp_path):
+    with pytest.raises(ConfigError, match=r"demonstrations name .*'extra'.*; name the same ones"):
+        Pipeline(NANO / "pipeline.toml", ["demonstrations.extra=3"])
+    with pytest.raises(ConfigError, match="a name of its own"):
+        Pipeline(NANO / "pipeline.toml", ['rl=["reasoning.toml", "agentic.toml", "distill.toml", "agentic.toml"]'])

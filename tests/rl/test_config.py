@@ -1,11 +1,14 @@
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
-from glm5.config import build_config
+from glm5.config import build_config, load_config
 from glm5.errors import ConfigError
 from glm5.rl.config import CurriculumConfig, RLConfig, read_rl_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_synchronous_mode_is_the_same_configuration_with_no_run_ahead():
@@ -72,3 +75,25 @@ def test_teachers_that_cannot_be_are_refused(change, words):
 def test_groups_are_screened_only_where_their_rewards_decide():
     config = RLConfig(name="r", tasksets={"calculator": 1.0}, curriculum=CurriculumConfig(screen=4))
     assert config.screened == 4 and dataclasses.replace(config, advantage="turn").screened == 8
+
+
+def test_the_published_stages_hold_the_published_numbers():
+    reasoning, agentic, distill = (load_config(RLConfig, CONFIGS / "glm-5" / f"{name}.toml")
+                                   for name in ("reasoning-rl", "agentic-rl", "distill"))
+    for stage in (reasoning, distill):
+        assert (stage.loss.kind, stage.loss.beta, stage.loss.eps_low, stage.loss.eps_high) == ("icepop", 2.0, 0.2, 0.28)
+        assert stage.tau == stage.eta == 0  # strictly on-policy
+    assert (reasoning.group_size, reasoning.groups_per_batch, reasoning.advantage) == (32, 32, "mean_std")
+    assert (distill.group_size, distill.groups_per_batch, distill.comparison) == (1, 1024, None)
+    assert agentic.loss.kind == "double_sided" and agentic.reset_optimizer and agentic.advantage == "mean"
+    domains = {"maths": 0.0, "science": 0.0, "code": 0.0, "python": 0.0}
+    for taskset, share in reasoning.tasksets.items():
+        domains["maths" if taskset == "gym" else taskset] += share
+    assert len(set(domains.values())) == 1
+
+
+def test_nano_reasons_as_published_in_smaller_groups():
+    nano, published = (load_config(RLConfig, CONFIGS / path) for path in ("nano/reasoning.toml", "glm-5/reasoning-rl.toml"))
+    assert (nano.loss, nano.advantage, nano.mode, nano.temperature) == (
+        published.loss, published.advantage, published.mode, published.temperature)
+    assert len(set(nano.tasksets.values())) == 1
