@@ -1,4 +1,4 @@
-"""A whole run: tokenizer → training stages → demonstrations → SFT → RL stages → evaluation → report, from one TOML file.
+"""A whole run from one TOML file: tokenizer → training stages → demonstrations → SFT → RL stages, evaluated → report.
 
 A pipeline is a run directory whose stages are run directories below it. Each step ends in one file (a tokenizer, a
 ``final.json``, a row file in ``rows/``) that appears atomically; a pipeline that is started again skips what has its
@@ -97,8 +97,8 @@ class Pipeline:
         self.rl = [load_config(RLConfig, path.parent / name) for name in self.config.rl]
         practised = {taskset for stage in self.rl for taskset in stage.tasksets}
         if set(self.config.demonstrations) != practised:
-            raise ConfigError(f"{path}: demonstrations name {sorted(self.config.demonstrations)}, the RL stages practise "
-                              f"{sorted(practised)}; name the same ones")
+            raise ConfigError(f"{path}: demonstrations name {sorted(self.config.demonstrations)}, the RL stages "
+                              f"practise {sorted(practised)}; name the same ones")
         if not self.stages or self.stages[-1].stage != "sft":
             raise ConfigError(f"{path}: stages must end with an sft stage")
         names = [stage.name for stage in (*self.stages, *self.rl)]
@@ -129,7 +129,8 @@ class Pipeline:
             self._write_demonstrations()
             self._train_sft()
             sft = self.stages[-1].name
-            self._rows("pass_at_1.sft", lambda: self._measure_skill("sft", self._final(sft), run_report.agentic(self.rl)))
+            self._rows("pass_at_1.sft",
+                       lambda: self._measure_skill("sft", self._final(sft), run_report.agentic(self.rl)))
             for stage in self.rl:
                 final = self._train_rl(stage)
                 self._rows(f"pass_at_1.{stage.name}",
@@ -142,13 +143,16 @@ class Pipeline:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _check_machine(self) -> None:
-        """Fail in the first second, not after the training, when isolation or the plotting library is missing."""
-        from glm5.env.service import require_sandbox
+        """Fail in the first second, not after the training, when isolation, the plotting library or the library of a
+        taskset is missing."""
+        from glm5.env.service import load_taskset, require_sandbox
         from glm5.eval.figures import require_matplotlib
 
         require_matplotlib()
         for sandbox in {stage.sandbox for stage in self.rl}:
             require_sandbox(sandbox)
+        for taskset in self.config.demonstrations:
+            load_taskset(taskset).task("demo", 0)
 
     def _check_settings(self) -> None:
         """Results of other settings must not end up in this report."""

@@ -1,7 +1,7 @@
 """The report of a pipeline: every row is computed from files of its run directory.
 
-Rows of the agentic stage, named ``rl``, have the plain names (``busy.trainer``); those of other RL stages begin with the
-name of their stage (``reasoning.busy.trainer``).
+Rows of the agentic stage, named ``rl``, have the plain names (``busy.trainer``); those of other RL stages begin with
+the name of their stage (``reasoning.busy.trainer``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The tasksets of reasoning: what counts as right, and what does not."""
 
 import asyncio
+import sys
 
 import pytest
 
@@ -11,6 +12,7 @@ from glm5.env.tasksets.code import Code
 from glm5.env.tasksets.maths import Maths
 from glm5.env.tasksets.python import Python
 from glm5.env.tasksets.science import Science
+from glm5.errors import ConfigError
 
 
 def verdict(taskset, task, answer, box=None):
@@ -80,8 +82,8 @@ def test_code_is_judged_by_what_it_returns():
     name, limit = task.data["function"], task.data["content"].removeprefix("min(x, ").removesuffix(")")
     right = (f"def {name}(x): return min(x, {limit})", f"{name} = lambda x: x if x < {limit} else {limit}",
              f"Like this:\n```python\ndef {name}(x):\n    if x > {limit}:\n        return {limit}\n    return x\n```")
-    wrong = ("", "def", f"def {name}(x): return x", f"def {name}(x): return {limit}", f"def other(x): return min(x, {limit})",
-             f"def {name}(x): return float(min(x, {limit}))", f"def {name}(x): return str(min(x, {limit}))",
+    wrong = ("", "def", f"def {name}(x): return x", f"def {name}(x): return {limit}",
+             f"def other(x): return min(x, {limit})", f"def {name}(x): return float(min(x, {limit}))", f"def {name}(x): return str(min(x, {limit}))",
              f"def {name}(x):\n    while True: pass", "import os; os._exit(0)", "raise SystemExit(0)",
              "print('= 1')\n" * 8 + "import os; os._exit(0)", f"def {name}(x): return min(x, {limit})\n" + "#" * 5000)
 
@@ -143,3 +145,11 @@ def test_an_item_of_gym_is_what_its_seed_gives():
     assert task.data["set"] == "gcd" and "Greatest Common Divisor" in task.instruction
     assert verdict(taskset, task, task.data["answer"]) == 1.0
     assert verdict(taskset, task, "") == verdict(taskset, task, f"{task.data['answer']} maybe") == 0.0
+
+
+def test_without_the_library_gym_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    gym._library.cache_clear()
+    with pytest.raises(ConfigError, match=r"glm5\[gym\]"):
+        load_taskset("gym").task("demo", 0)
+    gym._library.cache_clear()

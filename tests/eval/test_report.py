@@ -68,7 +68,8 @@ def test_a_report_shows_every_section_number_and_meaning(tmp_path):
 
 
 def test_every_stage_has_its_histogram_of_ages(tmp_path):
-    ages = [{"name": f"reasoning.staleness.{age}", "value": count, "unit": "episodes"} for age, count in ((1, 1), (0, 3))]
+    ages = [{"name": f"reasoning.staleness.{age}", "value": count, "unit": "episodes"}
+            for age, count in ((1, 1), (0, 3))]
     text = build_report(tmp_path, "run", {"Reasoning": ages}).read_text()
     assert "| 0 | 3 | 75.0% |" in text and "`reasoning.staleness.0` |" not in text
 

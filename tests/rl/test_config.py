@@ -93,7 +93,8 @@ def test_the_published_stages_hold_the_published_numbers():
 
 
 def test_nano_reasons_as_published_in_smaller_groups():
-    nano, published = (load_config(RLConfig, CONFIGS / path) for path in ("nano/reasoning.toml", "glm-5/reasoning-rl.toml"))
+    nano, published = (load_config(RLConfig, CONFIGS / path)
+                       for path in ("nano/reasoning.toml", "glm-5/reasoning-rl.toml"))
     assert (nano.loss, nano.advantage, nano.mode, nano.temperature) == (
         published.loss, published.advantage, published.mode, published.temperature)
     assert len(set(nano.tasksets.values())) == 1

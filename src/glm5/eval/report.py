@@ -34,7 +34,7 @@ ROW_NAMES = {
     "pass_at_1.STAGE.mean": "unweighted mean over the tasksets of the stage",
     "pass_at_1.rl.NAME": "the same after agentic reinforcement learning",
     "pass_at_1.distill.NAME": "the same after distillation",
-    "lost.STAGE.NAME": "pass@1 of the best teacher of a taskset minus that after the stage: before distillation, after it",
+    "lost.STAGE.NAME": "pass@1 of the best teacher of a taskset minus that after the stage, before or after distillation",
     "pass_at_1.LABEL.NAME": "share of tasks of a taskset solved at the first attempt",
     "excluded.LABEL.REASON": "evaluated episodes that count for nothing, by reason",
     "wall_s.run": "seconds of the whole run, all attempts together",
@@ -119,9 +119,9 @@ def build_report(run_dir: Path, command: str, sections: Mapping[str, Sequence[An
                  curves: Mapping[str, Sequence[Mapping[str, Any]]] | None = None) -> Path:
     """Write the report of a run; the path of ``report.md``.
 
-    ``sections``: title → rows, in order. ``curves``: name of an RL stage → its metric records, whose keys ``reward`` and
-    ``reward.NAME`` over ``step`` become ``NAME_curve.png``. Raises ConfigError when there is a curve and matplotlib is
-    missing.
+    ``sections``: title → rows, in order. ``curves``: name of an RL stage → its metric records, whose keys ``reward``
+    and ``reward.NAME`` over ``step`` become ``NAME_curve.png``. Raises ConfigError when there is a curve and matplotlib
+    is missing.
     """
     rows = {title: [read_row(row) for row in items] for title, items in sections.items()}
     results = results_object(command, [row for items in rows.values() for row in items])

@@ -1,4 +1,4 @@
-"""Configuration of a reinforcement-learning run: what ``configs/<size>/{reasoning,agentic,distill}.toml`` may say. No torch here.
+"""Configuration of a reinforcement-learning run: what ``configs/<size>/agentic.toml`` and its like may say. No torch.
 
 One unit for sizes: groups. A batch is ``groups_per_batch`` groups of ``group_size`` episodes, a step trains one batch.
 """

@@ -1,8 +1,8 @@
 """The trainer: leases batches from the ledger, steps, publishes weights, writes checkpoints.
 
 One step: lease → (teachers score the samples) → forward over packed samples with sparse attention → log-probs of the
-sampled tokens → policy loss → backward → clip → optimizer. Episodes keep running meanwhile: services are processes, weights are pushed by a thread.
-Indexers, MTP layer and router bias are frozen.
+sampled tokens → policy loss → backward → clip → optimizer. Episodes keep running meanwhile: services are processes,
+weights are pushed by a thread. Indexers, MTP layer and router bias are frozen.
 
 Order at a restart-critical point: the checkpoint with the batch ids is on disk before their batches are acked, and a
 version is in the ledger before an engine can sample with it. After a crash at any instruction the next start loads the

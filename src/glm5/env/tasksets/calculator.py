@@ -81,8 +81,8 @@ class Calculator:
         return str(evaluate(text_argument(arguments, "expression")))
 
     async def verify(self, task: Task, sandbox: Sandbox | None, messages: list[Message]) -> dict[str, float]:
-        """1 when the final answer is the value, recomputed from the question's expression; a turn that computes it earns
-        something too."""
+        """1 when the final answer is the value, recomputed from the question's expression; a turn that computes it
+        earns something too."""
         value = str(evaluate(task.data["expression"]))
         return {"reward": float(final_answer(messages) == value), "used_tool": used_tool(messages),
                 **progress_reward(messages, value)}

@@ -20,8 +20,8 @@ def pass_at_1_rows(label: str, episodes: Iterable[Episode], success_reward: floa
                    mean_of: Collection[str] = ()) -> list[dict[str, Any]]:
     """Rows ``pass_at_1.LABEL.TASKSET``, ``pass_at_1.LABEL.mean`` and ``excluded.LABEL.REASON``.
 
-    ``mean_of``: the tasksets of the mean, all when empty. An attempt succeeds when its reward is at least ``success_reward``. Raises DataError when a taskset has no episode
-    that counts.
+    ``mean_of``: the tasksets of the mean, all when empty. An attempt succeeds when its reward is at least
+    ``success_reward``. Raises DataError when a taskset has no episode that counts.
     """
     attempts: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     excluded: Counter[str] = Counter()
