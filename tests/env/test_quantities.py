@@ -16,7 +16,8 @@ def test_numbers_with_known_units_have_exact_values(text, value, dimension):
 
 
 @pytest.mark.parametrize("text", ["", "37", "km", "37 parsec", "1e3 m", "3 7 m", "37 km and more", "37  m", "٣ m",
-                                  "4. m", ".5 m", "5 m/", "5 m//s", "5 m0", "nan m", "inf m", "9" * 31 + " m", "5 m\n5 m"])
+                                  "4. m", ".5 m", "5 m/", "5 m//s", "5 m0", "nan m", "inf m",
+                                  "9" * 31 + " m", "5 m\n5 m"])
 def test_everything_else_is_no_quantity(text):
     assert parse_quantity(text) is None
 

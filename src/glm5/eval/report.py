@@ -34,7 +34,7 @@ ROW_NAMES = {
     "pass_at_1.STAGE.mean": "unweighted mean over the tasksets of the stage",
     "pass_at_1.rl.NAME": "the same after agentic reinforcement learning",
     "pass_at_1.distill.NAME": "the same after distillation",
-    "lost.STAGE.NAME": "pass@1 of the best teacher of a taskset minus that after the stage, before or after distillation",
+    "lost.STAGE.NAME": "pass@1 of the best teacher of a taskset minus that after the stage",
     "pass_at_1.LABEL.NAME": "share of tasks of a taskset solved at the first attempt",
     "excluded.LABEL.REASON": "evaluated episodes that count for nothing, by reason",
     "wall_s.run": "seconds of the whole run, all attempts together",

@@ -18,8 +18,9 @@ _SPEED = "tokens_per_s.rl"
 
 def summary_rows(run_dir: Path, stage: str = "") -> list[dict[str, Any]]:
     """Result rows, named ``STAGE.…`` where a stage is given (``tokens_per_s.STAGE``): ``busy.trainer`` and
-    ``busy.engine`` (share of the wall time of the steps), ``tokens_per_s.rl``, ``episodes.FATE``, ``episodes.retried``, ``groups.STATE``, ``groups.dropped.REASON``, ``staleness.AGE`` (trained
-    episodes by age in steps), ``ledger.violations``. Every fate and reason has its row, 0 included.
+    ``busy.engine`` (share of the wall time of the steps), ``tokens_per_s.rl``, ``episodes.FATE``,
+    ``episodes.retried``, ``groups.STATE``, ``groups.dropped.REASON``, ``staleness.AGE`` (trained episodes by age in
+    steps), ``ledger.violations``. Every fate and reason has its row, 0 included.
     Raises ServiceError without a readable ledger."""
     with reading(run_dir) as database:
         counts, violations = audit.counts(database), audit.violations(database)

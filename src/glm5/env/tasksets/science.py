@@ -36,8 +36,8 @@ def _conversion(source: str, factor: str, unit: str) -> _Kind:
 
 _KINDS: dict[str, _Kind] = {
     "km_m": _conversion("km", "1000", "m"), "kg_g": _conversion("kg", "1000", "g"),
-    "m_cm": _conversion("m", "100", "cm"), "cm_mm": _conversion("cm", "10", "mm"), "mm_cm": _conversion("mm", "1/10", "cm"),
-    "cm_m": _conversion("cm", "1/100", "m"),
+    "m_cm": _conversion("m", "100", "cm"), "cm_mm": _conversion("cm", "10", "mm"),
+    "mm_cm": _conversion("mm", "1/10", "cm"), "cm_m": _conversion("cm", "1/100", "m"),
     "distance": _Kind(("A cart drives {n} m/s for 100 s. How far?",), Fraction(100), "m"),
     "speed": _Kind(("A cart drives {n} m in 10 s. How fast?",), Fraction(1, 10), "m/s"),
     "force": _Kind(("What force gives {n} kg 10 m/s2?",), Fraction(10), "N"),
