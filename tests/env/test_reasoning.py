@@ -84,8 +84,9 @@ def test_code_is_judged_by_what_it_returns():
              f"Like this:\n```python\ndef {name}(x):\n    if x > {limit}:\n        return {limit}\n    return x\n```")
     wrong = ("", "def", f"def {name}(x): return x", f"def {name}(x): return {limit}",
              f"def other(x): return min(x, {limit})", f"def {name}(x): return float(min(x, {limit}))",
-             f"def {name}(x): return str(min(x, {limit}))", f"def {name}(x):\n    while True: pass", "import os; os._exit(0)", "raise SystemExit(0)",
-             "print('= 1')\n" * 8 + "import os; os._exit(0)", f"def {name}(x): return min(x, {limit})\n" + "#" * 5000)
+             f"def {name}(x): return str(min(x, {limit}))", f"def {name}(x):\n    while True: pass",
+             "import os; os._exit(0)", "raise SystemExit(0)", "print('= 1')\n" * 8 + "import os; os._exit(0)",
+             f"def {name}(x): return min(x, {limit})\n" + "#" * 5000)
 
     async def play(box):
         async def reward(answer):

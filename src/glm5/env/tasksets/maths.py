@@ -1,7 +1,8 @@
 """Elementary maths in the head: order, digits, place value, small sums.
 
-Kinds go round with the index. The content that decides the split is the kind with its numbers, those of kinds that do
-not care about their order sorted, whatever the wording. The answer is recomputed from the numbers and compared as text.
+No wording is that of a taskset with tools: prompts do not declare tools, so the question must tell. Kinds go round with
+the index. The content that decides the split is the kind with its numbers, those of kinds that do not care about their
+order sorted, whatever the wording. The answer is recomputed from the numbers and compared as text.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ _KINDS: dict[str, _Kind] = {
     "reverse": _Kind(("Write the digits of {a} backwards.", "Reverse the digits of {a}."), _one(100, 999),
                      lambda n: str(n[0])[::-1]),
     "next": _Kind(("Which number follows {a}?", "Count one up from {a}."), _one(100, 999), lambda n: str(n[0] + 1)),
-    "tens": _Kind(("What is the tens digit of {a}?",), _one(100, 999), lambda n: str(n[0] // 10 % 10)),
-    "remainder": _Kind(("What remains of {a} divided by 10?",), _one(100, 999), lambda n: str(n[0] % 10)),
-    "hundredfold": _Kind(("What is {a} times 100?", "Multiply {a} by 100."), _one(10, 999), lambda n: str(100 * n[0])),
-    "add": _Kind(("What is {a} plus {b}?", "Add {b} to {a}."), _without_carry, lambda n: str(sum(n))),
+    "tens": _Kind(("Which is the tens digit of {a}?",), _one(100, 999), lambda n: str(n[0] // 10 % 10)),
+    "remainder": _Kind(("Which digit is the last of {a}?",), _one(100, 999), lambda n: str(n[0] % 10)),
+    "hundredfold": _Kind(("Which number is 100 times {a}?",), _one(10, 999), lambda n: str(100 * n[0])),
+    "add": _Kind(("Which number is {b} more than {a}?",), _without_carry, lambda n: str(sum(n))),
 }
 _CYCLE = tuple(_KINDS)
 

@@ -1,7 +1,8 @@
 """Maths and science with numbers too large for the head, and a Python tool that runs in the sandbox.
 
-Kinds go round with the index; the content that decides the split is kind and numbers. The answer is recomputed from
-the numbers: an integer as text, or a quantity compared in SI units.
+Instructions begin with "Python:", because prompts do not declare tools. Kinds go round with the index; the content that
+decides the split is kind and numbers. The answer is recomputed from the numbers: an integer as text, or a quantity
+compared in SI units.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Python:
         kind = _CYCLE[index % len(_CYCLE)]
         instance = draw(self.name, split, index, lambda rng: _make(rng, kind), _Instance.content)
         return Task(task_id=f"{self.name}/{split}/{index}", taskset=self.name, split=split,
-                    instruction=_KINDS[kind].wording.format(a=instance.a, b=instance.b),
+                    instruction=f"Python: {_KINDS[kind].wording.format(a=instance.a, b=instance.b)}",
                     data={"kind": kind, "a": instance.a, "b": instance.b, "content": instance.content()})
 
     def content(self, task: Task) -> str:

@@ -30,7 +30,7 @@ class _Kind:
 
 
 def _conversion(source: str, factor: str, unit: str) -> _Kind:
-    wordings = (f"Convert {{n}} {source} to {unit}.", f"What is {{n}} {source} in {unit}?")
+    wordings = (f"Convert {{n}} {source} to {unit}.", f"Give {{n}} {source} in {unit}.")
     return _Kind(wordings, Fraction(factor), unit, asks_unit=True)
 
 
