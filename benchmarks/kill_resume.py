@@ -31,8 +31,8 @@ from glm5.runlog import read_jsonl  # noqa: E402
 
 SIGNS = {"tokenizer": ("events.jsonl", "tokenizer"),
          **{stage: (f"{stage}/events.jsonl", f"{stage}/final.json") for stage in STAGES},
-         **{stage: (f"{stage}/events.jsonl", f"{stage}/final.json") for stage in ("reasoning", "rl", "distill")},
-         "report": ("evaluation/distill/ready/engine.json", "rows/pass_at_1.distill.json")}
+         "rl": ("rl/events.jsonl", "rl/final.json"),
+         "report": ("evaluation/rl/ready/engine.json", "rows/pass_at_1.rl.json")}
 """Step of the pipeline → the file that every start of it writes, and the one that tells that it is finished."""
 STEPS = 16
 """Optimizer steps of a training stage, so that it takes some seconds."""

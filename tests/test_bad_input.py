@@ -91,7 +91,7 @@ def test_a_tokenizer_that_does_not_fit_the_model(checkpoint, tmp_path):
     other = train_tokenizer([f"{number:b} " * 20 + chr(97 + number % 26) * 9 for number in range(99)], 340)
     assert other.vocab_size > 320
     other.save(tmp_path / "copy")
-    done = glm5("rl", NANO / "agentic.toml", "--run-dir", "run", "init=copy", cwd=tmp_path)
+    done = glm5("rl", NANO / "rl.toml", "--run-dir", "run", "init=copy", cwd=tmp_path)
     assert_refused(done, "copy/tokenizer.json", "copy/config.json", "trained with")
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 

@@ -31,7 +31,7 @@ def test_help_names_every_command_without_loading_torch():
     (("run", f"{CONFIGS}/pipeline.toml", "repotr.tasks=3"), ["pipeline.toml", "repotr", "did you mean 'report'"]),
     (("run", "no-such-file.toml"), ["no-such-file.toml", "cannot be read"]),
     (("train", f"{CONFIGS}/pretrain.toml", "stepps=3"), ["pretrain.toml", "stepps", "did you mean 'steps'"]),
-    (("rl", f"{CONFIGS}/agentic.toml", "group_size=1"), ["agentic.toml", "group_size=1"]),
+    (("rl", f"{CONFIGS}/rl.toml", "group_size=1"), ["rl.toml", "group_size=1"]),
     (("results", "a.json", "b.json"), ["a.json", "cannot be read"]),
     (("generate", "no-such-directory", "hello"), ["no-such-directory"]),
     (("env", "check", "no-such-taskset"), ["no-such-taskset", "installed"]),
@@ -49,7 +49,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, tmp_path):
 
 def test_env_list_and_model_info_of_a_directory(tmp_path):
     assert glm5("env", "list").stdout.split() == ["calculator", "code", "gym", "maths", "python", "repair", "science",
-                                                  "shell"]
+                                                  "shell", "writing"]
     (tmp_path / "config.json").write_text(json.dumps(preset("nano").to_json()))
     assert "parameters.total" in glm5("model", "info", str(tmp_path)).stdout
 
@@ -66,7 +66,7 @@ def test_two_runs_in_one_directory_are_refused(tmp_path):
     ("gateway", "--engine", "http://127.0.0.1:9", "--tokenizer", "any", "--store", "any.sqlite"),
     ("serve", "any-directory"),
     ("env", "serve", "calculator", "--sandbox", "none"),
-    ("orchestrator", f"{CONFIGS}/agentic.toml", "--run-dir", "RUN_DIR", "--gateway-url", "http://127.0.0.1:9"),
+    ("orchestrator", f"{CONFIGS}/rl.toml", "--run-dir", "RUN_DIR", "--gateway-url", "http://127.0.0.1:9"),
 ])
 def test_a_taken_port_is_one_line_and_exit_code_2(command, tmp_path):
     command = [part.replace("RUN_DIR", str(tmp_path / "run")) for part in command]

@@ -27,6 +27,7 @@ from glm5.records import Episode
 from glm5.rl.config import RLConfig
 from glm5.runlog import RunLog, temporary_path, write_atomic
 from glm5.train.config import StageConfig
+from glm5.train.preference_config import PreferenceConfig
 
 if TYPE_CHECKING:
     from glm5.data.packing import Batch
@@ -53,6 +54,8 @@ class ReportConfig:
 
     tasks: int = 240
     """Held-out tasks per taskset for pass@1 after SFT and after every RL stage."""
+    wall_s: int = 1200
+    """Seconds that the whole run should take at most; 0: no goal."""
     temperature: float = 1.0
     """Sampling temperature of pass@1."""
     stop_tasks: int = 64
@@ -74,7 +77,11 @@ class PipelineConfig:
     stages: tuple[str, ...]
     """Stage files in order, SFT last."""
     rl: tuple[str, ...]
-    """RL files in order, for example reasoning, agentic, distillation."""
+    """RL files in order, for example reasoning, agentic, general, distillation."""
+    reward_model: str = ""
+    """File of the reward model, trained before the first RL stage that names its run."""
+    preference_pairs: int = 240
+    """Preference pairs of each taskset that the reward model learns from."""
     demonstrations: dict[str, int]
     """Demonstrations of each taskset that SFT learns from; all tasksets of the RL stages, which are those evaluated."""
     report: ReportConfig = field(default_factory=ReportConfig)
@@ -101,12 +108,20 @@ class Pipeline:
                               f"practise {sorted(practised)}; name the same ones")
         if not self.stages or self.stages[-1].stage != "sft":
             raise ConfigError(f"{path}: stages must end with an sft stage")
+        self.reward = load_config(PreferenceConfig, path.parent / self.config.reward_model) \
+            if self.config.reward_model else None
+        wanted = {stage.reward_model for stage in self.rl if stage.reward_model.startswith("stage:")}
+        given = {f"stage:{self.reward.name}"} if self.reward is not None else set()
+        if wanted != given:
+            raise ConfigError(f"{path}: the RL stages name the reward models {sorted(wanted)}, reward_model trains "
+                              f"{sorted(given)}; give the file of the one that is named")
         names = [stage.name for stage in (*self.stages, *self.rl)]
         if not self.rl or len(set(names)) < len(names):
             raise ConfigError(f"{path}: stages {names}: give at least one RL stage, and each a name of its own")
         self._limits = self.rl[-1].for_evaluation(self.config.demonstrations)
         self._settings = {"pipeline": dataclasses.asdict(self.config),
                           "rl": {stage.name: dataclasses.asdict(stage) for stage in self.rl},
+                          "reward": dataclasses.asdict(self.reward) if self.reward is not None else {},
                           "stages": {stage.name: dataclasses.asdict(stage) for stage in self.stages}}
 
     def run(self) -> Path:
@@ -132,6 +147,7 @@ class Pipeline:
             self._rows("pass_at_1.sft",
                        lambda: self._measure_skill("sft", self._final(sft), run_report.agentic(self.rl)))
             for stage in self.rl:
+                self._train_reward_model(stage)
                 final = self._train_rl(stage)
                 self._rows(f"pass_at_1.{stage.name}",
                            lambda stage=stage, final=final: self._measure_skill(stage.name, final, stage))
@@ -248,6 +264,20 @@ class Pipeline:
             self._run_stage(stage, evaluate)
         shutil.rmtree(scratch, ignore_errors=True)
 
+    def _train_reward_model(self, stage: RLConfig) -> None:
+        """The reward model that ``stage`` names, if it is one of this run, and its accuracy on held-out pairs."""
+        from glm5.eval.suites.preferences import accuracy_row
+        from glm5.rl.general import train_reward_model
+        from glm5.train.preferences import held_out_result
+
+        reward = self.reward
+        if reward is None or stage.reward_model != f"stage:{reward.name}":
+            return
+        with self._clock.step(reward.name):
+            train_reward_model(reward, stage, self.run_dir, self.config.preference_pairs)
+        self._rows(f"accuracy.{reward.name}",
+                   lambda: [accuracy_row(reward.name, *held_out_result(self.run_dir / reward.name))])
+
     def _train_rl(self, stage: RLConfig) -> Path:
         from glm5.rl.trainer import run_rl
 
@@ -313,7 +343,8 @@ class Pipeline:
 
     def _write_report(self) -> Path:
         self._rows("mtp", self._measure_mtp)
-        return run_report.write(self.run_dir, self.config.name, self.stages, self.rl, self._clock)
+        return run_report.write(self.run_dir, self.config.name, self.stages, self.rl, self._clock,
+                                self.config.report.wall_s)
 
 
 def _document_starts(batches: Sequence[Batch], end_id: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ import pytest
 
 from glm5.config import build_config, load_config
 from glm5.errors import ConfigError
-from glm5.rl.config import CurriculumConfig, RLConfig, read_rl_config
+from glm5.rl.config import CurriculumConfig, RLConfig, TeacherConfig, read_rl_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -61,6 +61,18 @@ def test_prompts_of_teachers_are_mixed_by_their_shares(tmp_path):
     assert (evaluated.tasksets, evaluated.teachers) == ({"shell": 1.0, "maths": 1.0}, {})
 
 
+def test_an_evaluation_knows_only_the_verifiers():
+    general = load_config(RLConfig, CONFIGS / "nano" / "general.toml")
+    evaluated = dataclasses.replace(general, anchors_per_group=1).for_evaluation(["writing", "shell"])
+    assert (evaluated.rewards, evaluated.reward_model, evaluated.anchors_per_group) == ({}, "", 0)
+    assert (evaluated.max_context, evaluated.tasksets) == (general.max_context, {"writing": 1.0, "shell": 1.0})
+
+
+def test_distillation_needs_episodes_of_the_student():
+    with pytest.raises(ConfigError, match=r"offline.* with teachers"):
+        build_config(RLConfig, {"name": "d", "teachers": TEACHERS, "mode": "offline", "replay": {"source": "x"}}, "d")
+
+
 @pytest.mark.parametrize(("change", "words"), [
     ({"agentic": {"checkpoint": "stage:rl", "tasksets": {"maths": 1.0}}}, "'maths' has another teacher"),
     ({"agentic": {"checkpoint": "stage:rl", "tasksets": {}}}, "at least one taskset"),
@@ -74,18 +86,23 @@ def test_teachers_that_cannot_be_are_refused(change, words):
 
 def test_groups_are_screened_only_where_their_rewards_decide():
     config = RLConfig(name="r", tasksets={"calculator": 1.0}, curriculum=CurriculumConfig(screen=4))
-    assert config.screened == 4 and dataclasses.replace(config, advantage="turn").screened == 8
+    distilled = RLConfig(name="d", teachers={"t": TeacherConfig(checkpoint="c", tasksets={"calculator": 1.0})},
+                         curriculum=CurriculumConfig(screen=4))
+    assert config.screened == 4 and distilled.screened == 8
+    assert dataclasses.replace(config, advantage="turn").screened == 8
 
 
 def test_the_published_stages_hold_the_published_numbers():
-    reasoning, agentic, distill = (load_config(RLConfig, CONFIGS / "glm-5" / f"{name}.toml")
-                                   for name in ("reasoning-rl", "agentic-rl", "distill"))
+    reasoning, agentic, general, distill = (load_config(RLConfig, CONFIGS / "glm-5" / f"{name}.toml")
+                                            for name in ("reasoning-rl", "agentic-rl", "general-rl", "distill"))
     for stage in (reasoning, distill):
         assert (stage.loss.kind, stage.loss.beta, stage.loss.eps_low, stage.loss.eps_high) == ("icepop", 2.0, 0.2, 0.28)
         assert stage.tau == stage.eta == 0  # strictly on-policy
     assert (reasoning.group_size, reasoning.groups_per_batch, reasoning.advantage) == (32, 32, "mean_std")
     assert (distill.group_size, distill.groups_per_batch, distill.comparison) == (1, 1024, None)
     assert agentic.loss.kind == "double_sided" and agentic.reset_optimizer and agentic.advantage == "mean"
+    rewards = general.rewards["writing"]
+    assert general.anchors_per_group and rewards.model and rewards.judge is not None
     domains = {"maths": 0.0, "science": 0.0, "code": 0.0, "python": 0.0}
     for taskset, share in reasoning.tasksets.items():
         domains["maths" if taskset == "gym" else taskset] += share

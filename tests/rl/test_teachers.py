@@ -5,12 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from glm5.errors import CheckpointError, ConfigError
+from glm5.errors import CheckpointError, ConfigError, ServiceError
 from glm5.model.checkpoint import load_model, save_model
+from glm5.process import reserve
 from glm5.records import Sample, Trajectory
 from glm5.rl.config import RLConfig, TeacherConfig
 from glm5.rl.ledger import LeasedBatch
-from glm5.rl.teachers import Teachers
+from glm5.rl.supervisor import Supervisor
+from glm5.rl.teachers import Teachers, teacher_services
 from glm5.rl.trainer import _resolve_teachers, freeze, policy_step
 from glm5.tokenizer.bpe import train_tokenizer
 from glm5.train.config import OptimizerConfig
@@ -57,8 +59,12 @@ def batch_of(student, tasksets, length=12):
 def test_every_taskset_is_scored_by_its_own_teacher_and_the_student_moves_towards_it(checkpoint, other, tmp_path):
     student, first, second = (load_model(path) for path in (checkpoint, checkpoint, other))
     batch = batch_of(student, ["shell", "maths", "shell"])
-    with Teachers(CONFIG, {"first": checkpoint, "second": other}, tmp_path) as teachers:
-        scored = teachers.score(batch)
+    services = teacher_services(CONFIG, {"first": checkpoint, "second": other})
+    with Supervisor(tmp_path, lambda kind, **values: None) as supervisor:
+        urls = {spec.name: supervisor.add(spec) for spec in services}
+        supervisor.wait_until_ready()
+        with Teachers(CONFIG, urls, supervisor.tend) as teachers:
+            scored = teachers.score(batch)
     for sample, teacher in zip(scored.samples, (second, first, second), strict=True):
         expected = logprobs_of(teacher, sample.trajectory.ids, CONFIG.temperature)
         assert sample.teacher_logprobs == pytest.approx(expected, abs=2e-3)
@@ -75,11 +81,19 @@ def test_every_taskset_is_scored_by_its_own_teacher_and_the_student_moves_toward
     assert second_step.metrics["teacher_kl"] < first_step.metrics["teacher_kl"]
 
 
-def test_without_teachers_a_batch_is_left_alone(tmp_path):
-    config = RLConfig(name="r", tasksets={"maths": 1.0})
-    batch = LeasedBatch(1, 0, 0, 0, [], {})
-    with Teachers(config, {}, tmp_path) as teachers:
-        assert teachers.score(batch) is batch
+def test_a_teacher_that_is_down_is_waited_for_and_then_named(monkeypatch):
+    """The port is bound and nobody listens."""
+    monkeypatch.setattr("glm5.rl.teachers.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("glm5.rl.teachers.RETRY_S", 0.01)
+    trajectory = Trajectory(ids=[1, 2], loss_mask=[False, True], logprobs=[0.0, -1.0], versions=[-1, 0])
+    batch = LeasedBatch(1, 0, 1, 1, [Sample("e/0", "e", "g", "maths", trajectory, 0.0, 1.0)], {"e/0": 0})
+    tended = []
+    with reserve("127.0.0.1") as silent:
+        urls = {f"teacher-{name}": f"http://127.0.0.1:{silent.getsockname()[1]}" for name in CONFIG.teachers}
+        with Teachers(CONFIG, urls, lambda: tended.append(1)) as teachers, \
+                pytest.raises(ServiceError, match=r"teacher of maths at .*no answer within"):
+            teachers.score(batch)
+    assert tended
 
 
 def test_teachers_must_exist_and_speak_the_student_s_ids(checkpoint, tmp_path):

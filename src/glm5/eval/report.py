@@ -34,6 +34,8 @@ ROW_NAMES = {
     "pass_at_1.STAGE.mean": "unweighted mean over the tasksets of the stage",
     "pass_at_1.rl.NAME": "the same after agentic reinforcement learning",
     "pass_at_1.distill.NAME": "the same after distillation",
+    "pass_at_1.general.NAME": "the same after general reinforcement learning",
+    "accuracy.NAME": "share of held-out preference pairs whose better answer has the higher score",
     "lost.STAGE.NAME": "pass@1 of the best teacher of a taskset minus that after the stage",
     "pass_at_1.LABEL.NAME": "share of tasks of a taskset solved at the first attempt",
     "excluded.LABEL.REASON": "evaluated episodes that count for nothing, by reason",
@@ -46,13 +48,16 @@ ROW_NAMES = {
     "STAGE.busy.trainer": "share of the time of an RL stage in which the trainer computed",
     "STAGE.busy.engine": "share of the time of an RL stage in which the engine computed",
     "STAGE.episodes.REASON": "episodes of an RL stage by what became of them",
+    "STAGE.groups.reused": "how often a group of an RL stage that had been trained was trained again",
     "STAGE.groups.STATE": "groups of an RL stage by state",
     "STAGE.groups.dropped.REASON": "groups of an RL stage that were not trained, by reason",
     "STAGE.staleness.STEPS": "trained episodes of an RL stage by age in trainer steps",
     "STAGE.ledger.violations": "broken invariants of the ledger of an RL stage",
+    "STAGE.payload_bytes.PLACE": "compressed bytes of recorded tokens of an RL stage by where they are",
     "busy.trainer": "share of the RL time in which the trainer computed",
     "busy.engine": "share of the RL time in which the engine computed",
     "episodes.REASON": "RL episodes by what became of them",
+    "groups.reused": "how often an RL group that had been trained was trained again",
     "groups.STATE": "RL groups by state",
     "groups.dropped.REASON": "RL groups that were not trained, by reason",
     "staleness.STEPS": "trained episodes by age in trainer steps",
@@ -64,6 +69,7 @@ ROW_NAMES = {
     "quantize.kl.VARIANT": "mean KL of the quantised next-token distribution from the float one",
     "quantize.bytes.SIDE": "bytes of all tensors of the float or the quantised checkpoint",
     "ledger.violations": "broken invariants of the ledger",
+    "payload_bytes.PLACE": "compressed bytes of recorded tokens: in the database, in files beside it, removed",
 }
 """Meaning of row names; a part in capitals stands for any word. The first match counts."""
 

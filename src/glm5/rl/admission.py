@@ -32,16 +32,16 @@ class Admission:
 
 
 def admit(episodes: Sequence[Episode], is_stale: Callable[[Episode], bool], pad: bool,
-          advantage: GroupAdvantage | None = "mean") -> Admission:
+          advantage: GroupAdvantage | None = "mean", keep_equal: bool = False) -> Admission:
     """Apply the failure rule to the final episodes of a group, one per slot. ``advantage`` None: they are not compared,
-    so that equal rewards are no reason to drop them."""
+    so that equal rewards are no reason to drop them; ``keep_equal`` keeps them although they are compared."""
     size = len(episodes)
     measured = [index for index, episode in enumerate(episodes) if is_measured(episode)]
     valid = [index for index in measured if not is_stale(episodes[index])]
     nothing = [0] * size
     if 2 * len(valid) <= size:
         return Admission("stale" if 2 * len(measured) > size else "too_few_valid", nothing)
-    if advantage is not None and not _differ([episodes[index] for index in valid], advantage):
+    if not keep_equal and advantage is not None and not _differ([episodes[index] for index in valid], advantage):
         return Admission("zero_variance", nothing)
     multiplicities = list(nothing)
     for turn in range(size if pad else len(valid)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from glm5.errors import ServiceError
 from glm5.records import Sample
 from glm5.rl.config import RLConfig
 from glm5.rl.ledger import LeasedBatch
-from glm5.rl.supervisor import ServiceSpec, Supervisor
-from glm5.runlog import RunLog
+from glm5.rl.supervisor import ServiceSpec
 
 REQUESTS = 16
 """Samples that are sent at once."""
@@ -31,49 +30,43 @@ TIMEOUT_S = 120.0
 RETRY_S = 0.5
 
 
-class Teachers:
-    """Engines of the teachers of a run, none when it has none; use as a context manager from the main thread."""
+def teacher_services(config: RLConfig, checkpoints: Mapping[str, Path]) -> list[ServiceSpec]:
+    """Engines of the teachers, for the supervisor of the run; none without teachers."""
+    return [ServiceSpec(f"teacher-{name}", "/health_generate", lambda name=name, checkpoint=checkpoint: [
+        "serve", str(checkpoint), "--max-slots", str(REQUESTS), "--device", config.engine_device,
+        "--max-context", str(config.max_context), "--threads", str(config.teachers[name].threads)])
+        for name, checkpoint in checkpoints.items()]
 
-    def __init__(self, config: RLConfig, checkpoints: Mapping[str, Path], run_dir: Path) -> None:
-        self._config, self._checkpoints = config, dict(checkpoints)
-        self._supervisor = Supervisor(run_dir, RunLog(run_dir).event)
+
+class Teachers:
+    """Client of the teachers' engines; use as a context manager.
+
+    ``urls``: by name of the service. ``tend`` is called while scores are awaited.
+    """
+
+    def __init__(self, config: RLConfig, urls: Mapping[str, str], tend: Callable[[], None]) -> None:
+        self._config, self._tend = config, tend
         self._http = httpx.Client(timeout=30, trust_env=False)
         self._requests = ThreadPoolExecutor(REQUESTS, thread_name_prefix="teacher")
-        self._urls: dict[str, str] = {}
+        self._urls = {taskset: urls[f"teacher-{name}"]
+                      for name, teacher in config.teachers.items() for taskset in teacher.tasksets}
 
     def __enter__(self) -> Teachers:
-        self._supervisor.__enter__()
-        try:
-            for name, checkpoint in self._checkpoints.items():
-                url = self._supervisor.add(ServiceSpec(
-                    f"teacher-{name}", "/health_generate", lambda name=name, checkpoint=checkpoint: [
-                        "serve", str(checkpoint), "--max-slots", str(REQUESTS), "--device", self._config.engine_device,
-                        "--max-context", str(self._config.max_context),
-                        "--threads", str(self._config.teachers[name].threads)]))
-                self._urls |= dict.fromkeys(self._config.teachers[name].tasksets, url)
-            self._supervisor.wait_until_ready()
-        except BaseException:
-            self.__exit__()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self._requests.shutdown(cancel_futures=True)
         self._http.close()
-        self._supervisor.__exit__()
 
     def score(self, batch: LeasedBatch) -> LeasedBatch:
-        """``batch`` with the teachers' log-probs on its samples; itself when there are no teachers.
+        """``batch`` with the teachers' log-probs on its samples.
 
         Raises ServiceError when an engine refuses, or does not answer within ``TIMEOUT_S``.
         """
-        if not self._urls:
-            return batch
-        self._supervisor.tend()
         deadline = time.monotonic() + TIMEOUT_S
         pending = [self._requests.submit(self._score, sample, deadline) for sample in batch.samples]
         while not all(request.done() for request in pending):
-            self._supervisor.tend()
+            self._tend()
             time.sleep(0.002)
         samples = [dataclasses.replace(sample, teacher_logprobs=request.result())
                    for sample, request in zip(batch.samples, pending, strict=True)]

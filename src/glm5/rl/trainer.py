@@ -16,6 +16,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from glm5.device import find_device
+from glm5.engine.broadcast import snapshot
 from glm5.errors import ConfigError, ServiceError
 from glm5.model.checkpoint import load_model
 from glm5.model.quantize.plan import trained_for
@@ -30,15 +32,20 @@ from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.process import lock_directory
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
+from glm5.rl.exporter import exporting
 from glm5.rl.kl import Mismatch
 from glm5.rl.launch.local import RolloutStack
 from glm5.rl.ledger import LeasedBatch, Ledger
 from glm5.rl.losses import LOSSES, PolicyTokens, teacher_advantages
 from glm5.rl.packing import micro_batches
 from glm5.rl.push import WeightPusher
+from glm5.rl.spans import Track
 from glm5.rl.supervisor import poll_until
-from glm5.rl.teachers import Teachers
+from glm5.rl.teachers import Teachers, teacher_services
+from glm5.rl.transcripts import write_transcripts
+from glm5.rl.watchdog import Heartbeat
 from glm5.rl.weights import WeightVersion, newest_version, publish, retain
+from glm5.rl.writers import Writers, open_writers
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
 from glm5.tokenizer.bpe import load_tokenizer
 from glm5.tokenizer.fit import require_same_tokenizer
@@ -56,7 +63,6 @@ from glm5.train.optimizers import Optimizer, build_optimizer
 from glm5.train.schedules import lr_factor
 
 POLL_S = 0.02
-PUSH_TIMEOUT_S = 180.0
 MAX_SKIPPED = 20
 """Updates with a gradient that is not finite before the run gives up."""
 
@@ -91,7 +97,9 @@ def run_rl(config: RLConfig, run_dir: Path, init_dir: Path | None = None) -> Pat
 def _train(config: RLConfig, run_dir: Path, resolved: Path, teachers: Mapping[str, Path]) -> Path:
     torch.set_num_threads(config.trainer_threads)
     torch.manual_seed(config.seed)
-    trainer = Trainer(config, run_dir, resolved, teachers)
+    from glm5.rl.offline import OfflineTrainer  # here, because it builds on this module
+
+    trainer = (OfflineTrainer if config.mode == "offline" else Trainer)(config, run_dir, resolved, teachers)
     try:
         checkpoint = trainer.run()
     finally:
@@ -193,13 +201,16 @@ class Trainer:
         freeze(self._model)
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self.state = load_trainer_state(start, self._optimizer) if start else TrainerState()
-        self._ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups,
-                              advantage=config.comparison)
+        self._ledger = Ledger.of_run(config, run_dir)
         self._started = time.monotonic()
         self._elapsed_before = self.state.elapsed_s
         self._last_batch = max((int(batch) for batch in self.state.batch_ids), default=0)
         self._mark = self._ledger.rewards_since(0)[1]
         self._engine_seen: dict[str, Any] = {}
+        self._tokenizer = load_tokenizer(init_dir)
+        self._track = Track(self._log.event, "trainer")
+        self._heartbeat = Heartbeat(60 * config.stall_minutes)
+        self._writers = Writers([])
 
     def close(self) -> None:
         """Close the ledger."""
@@ -212,9 +223,19 @@ class Trainer:
         published = self._publish()
         self._log.event("rl_started", step=self.state.step, version=published.version, returned_groups=returned)
         stack = RolloutStack(self.config, published.directory, self.run_dir, weight_version=published.version,
-                             orchestrate=True)
-        teachers = Teachers(self.config, self._teacher_dirs, self.run_dir)
-        with teachers, stack, WeightPusher([stack.engine_url], self._log.event) as pusher:
+                             orchestrate=True, beside=teacher_services(self.config, self._teacher_dirs))
+        with ExitStack() as opened:
+            opened.enter_context(self._heartbeat)
+            self._writers = opened.enter_context(open_writers(self.config.observation.writers, self.run_dir,
+                                                              self.config.name))
+            with self._track.span("start", "services"):
+                opened.enter_context(stack)
+            teachers = opened.enter_context(Teachers(self.config, stack.urls_beside, stack.tend))
+            if self.config.observation.prometheus_port:
+                opened.enter_context(exporting(self.run_dir, self.config.observation.prometheus_host,
+                                               self.config.observation.prometheus_port, stack.heartbeats))
+            pusher = opened.enter_context(WeightPusher([stack.engine_url], self._log.event, self.config.weights,
+                                                       stack.condemn))
             pusher.submit(published)
             self._await_push(stack, pusher, published)
             self._ledger.set_progress(self.state.step, published.version)
@@ -229,14 +250,16 @@ class Trainer:
         path = latest_checkpoint(self.run_dir)
         while not self._is_finished():
             step_started = time.monotonic()
-            batch = self._next_batch(stack)
+            with self._track.span("wait for a batch", "episodes"):
+                batch = self._next_batch(stack)
             if batch is None:
                 break
             scored_started = time.monotonic()
-            batch = teachers.score(batch)
+            batch = self._scored(teachers, batch)
             train_started = time.monotonic()
-            result = policy_step(self._model, self._optimizer, batch, self.config,
-                                 lr_factor(self.config.schedule, self.state.step, self.config.steps))
+            with self._track.span("train"):
+                result = policy_step(self._model, self._optimizer, batch, self.config,
+                                     lr_factor(self.config.schedule, self.state.step, self.config.steps))
             train_s = time.monotonic() - train_started
             self._last_batch = batch.batch_id
             self.state = dataclasses.replace(
@@ -244,13 +267,15 @@ class Trainer:
                 skipped=self.state.skipped + (not result.finite), batch_ids=(str(batch.batch_id),),
                 elapsed_s=self._elapsed_before + time.monotonic() - self._started)
             shared_started = time.monotonic()
-            self._share(stack, pusher)
+            with self._track.span("publish"):
+                self._share(stack, pusher)
             publish_s = time.monotonic() - shared_started
             if self.state.skipped >= MAX_SKIPPED:
                 raise ServiceError(f"{self.run_dir}: {self.state.skipped} updates had a gradient that is not finite; "
                                    "lower optimizer.lr and run again from an earlier checkpoint")
             if self.state.step % self.config.checkpoint_every == 0 or self._is_finished():
-                path = self._checkpoint()
+                with self._track.span("checkpoint"):
+                    path = self._checkpoint()
             self._report(stack, batch, result, {
                 "train_s": train_s, "wait_s": scored_started - step_started,
                 "teacher_s": train_started - scored_started, "publish_s": publish_s,
@@ -271,18 +296,24 @@ class Trainer:
         Raises ServiceError, after a dump of the state into ``stall.json``, when none came within ``stall_minutes``.
         """
         deadline = time.monotonic() + 60 * self.config.stall_minutes
-        stack.tend()
         while True:
-            if self._ledger.ready_groups() >= self.config.groups_per_batch:
-                batch = self._ledger.lease(self.config.groups_per_batch, self.state.step)
+            stack.tend()
+            self._heartbeat.note()
+            if self._ledger.ready_groups() >= self.config.fresh_groups:
+                batch = self._ledger.lease(self.config.fresh_groups, self.state.step, reuse=self.config.reused_groups)
                 if batch is not None:
                     return batch
             if self._is_finished():
                 return None
             if time.monotonic() > deadline:
                 raise self._stalled(stack)
-            stack.tend()
             time.sleep(POLL_S)
+
+    def _scored(self, teachers: Teachers, batch: LeasedBatch) -> LeasedBatch:
+        if not self.config.teachers:
+            return batch
+        with self._track.span("wait for scores", "teachers"):
+            return teachers.score(batch)
 
     def _stalled(self, stack: RolloutStack) -> ServiceError:
         counts = self._ledger.counts()
@@ -299,7 +330,8 @@ class Trainer:
         """Give the current weights a new version, on disk and in the ledger."""
         parent = max(newest_version(self.run_dir), self._ledger.newest_version())
         published = publish(self._model, self.run_dir, version=max(parent, 0) + 1, step=self.state.step,
-                            parent=parent if parent > 0 else None, tokenizer_dir=self._tokenizer_dir)
+                            parent=parent if parent > 0 else None, tokenizer_dir=self._tokenizer_dir,
+                            full_every=self.config.weights.whole_every)
         self._ledger.record_version(published.version, published.step)
         self.state = dataclasses.replace(self.state, policy_version=published.version)
         retain(self.run_dir, self.config.tau + 2)
@@ -309,7 +341,7 @@ class Trainer:
         """After a step: publish when it is due, and move the progress row that pacing follows."""
         if self.state.step % self.config.publication_interval == 0:
             published = self._publish()
-            pusher.submit(published)
+            pusher.submit(published, snapshot(self._model) if pusher.wants_snapshot else None)
             if self.config.reset_optimizer:
                 self._optimizer.reset()
             if self.config.mode == "sync":
@@ -317,8 +349,13 @@ class Trainer:
         self._ledger.set_progress(self.state.step, self.state.policy_version)
 
     def _await_push(self, stack: RolloutStack, pusher: WeightPusher, published: WeightVersion) -> None:
-        poll_until(lambda: pusher.is_held(published.version), stack.tend, PUSH_TIMEOUT_S,
-                   f"weight version {published.version} in every engine")
+        def tend() -> None:
+            stack.tend()
+            self._heartbeat.note()
+
+        with self._track.span("wait for a push", "engine"):
+            poll_until(lambda: pusher.is_held(published.version), tend, 1.5 * self.config.weights.deadline_s,
+                       f"weight version {published.version} in every engine")
 
     def _checkpoint(self) -> Path:
         """Write the weights with the ids of the batches in them, then ack those."""
@@ -336,12 +373,16 @@ class Trainer:
         if everything:
             means["reward"] = sum(everything) / len(everything)
         ages = list(batch.staleness.values())
-        self._log.metrics(
-            step=self.state.step, **means, **result.metrics, samples=len(batch.samples), episodes=batch.episodes,
-            finished_episodes=len(everything), staleness_mean=sum(ages) / len(ages), staleness_max=max(ages),
-            tokens=result.tokens, tokens_per_s=result.tokens / seconds["train_s"], **seconds,
-            policy_version=self.state.policy_version, update_applied=result.finite, elapsed_s=self.state.elapsed_s,
-            **self._engine_metrics(stack))
+        values = {
+            **means, **result.metrics, "samples": len(batch.samples), "episodes": batch.episodes,
+            "reused_groups": batch.reused,
+            "finished_episodes": len(everything), "staleness_mean": sum(ages) / len(ages), "staleness_max": max(ages),
+            "tokens": result.tokens, "tokens_per_s": result.tokens / seconds["train_s"], **seconds,
+            "policy_version": self.state.policy_version, "update_applied": result.finite,
+            "elapsed_s": self.state.elapsed_s, **self._engine_metrics(stack)}
+        self._log.metrics(step=self.state.step, **values)
+        self._writers.write(self.state.step, values)
+        write_transcripts(self.run_dir, self.state.step, batch, self.config.observation.transcripts, self._tokenizer)
         if not result.finite:
             self._log.event("update_skipped", step=self.state.step, batch_id=batch.batch_id)
 

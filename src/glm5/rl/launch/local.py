@@ -1,4 +1,5 @@
-"""The services of one run as processes of this machine: engine, gateway, one task service per taskset, orchestrator.
+"""The services of one run as processes of this machine: engine, gateway, one task service per taskset, orchestrator;
+the reward model where the configuration names one.
 
 ``RolloutStack`` starts them together, keeps them alive (``tend``), runs evaluations over them and stops them in order:
 orchestrator, task services, gateway, engine. Every service keeps its URL through restarts. A restarted engine loads the
@@ -20,8 +21,10 @@ import httpx
 
 from glm5.errors import EngineError, TaskError
 from glm5.records import Episode
+from glm5.rl import probes
 from glm5.rl.config import RLConfig
 from glm5.rl.episodes import EpisodeRunner
+from glm5.rl.launch.rewards import reward_arguments, reward_model_directory
 from glm5.rl.supervisor import ServiceSpec, Supervisor
 from glm5.rl.weights import latest, verify
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
@@ -33,33 +36,40 @@ class RolloutStack:
     """Services around the checkpoint ``engine_dir``; use as a context manager from the main thread.
 
     With ``orchestrate`` an orchestrator runs too and the engine follows the versions published in ``run_dir``.
+    ``beside``: services of other purposes that live and die with these.
     """
 
     def __init__(self, config: RLConfig, engine_dir: Path, run_dir: Path, *, weight_version: int = 0,
-                 orchestrate: bool = False) -> None:
-        self.config, self.run_dir = config, run_dir
+                 orchestrate: bool = False, beside: Sequence[ServiceSpec] = ()) -> None:
+        self.config, self.run_dir, self._beside = config, run_dir, beside
         self._engine_dir, self._weight_version, self._orchestrate = engine_dir, weight_version, orchestrate
         self._log = RunLog(run_dir)
-        self._supervisor = Supervisor(run_dir, self._log.event)
+        self._supervisor = Supervisor(run_dir, self._log.event, config.supervision)
         self._http = httpx.Client(timeout=30, trust_env=False)
         self.engine_url = self.gateway_url = self.orchestrator_url = ""
         self.service_urls: dict[str, str] = {}
+        self.urls_beside: dict[str, str] = {}
+        """By name of the service."""
 
     def __enter__(self) -> RolloutStack:
         self._supervisor.__enter__()
         try:
             self.engine_url = self._supervisor.add(ServiceSpec("engine", "/health_generate", self._engine_arguments))
-            self.gateway_url = self._supervisor.add(ServiceSpec("gateway", "/health", self._gateway_arguments))
+            self.gateway_url = self._supervisor.add(ServiceSpec(
+                "gateway", "/health", self._gateway_arguments, probes.gateway))
             register: list[str] = []
             if self._orchestrate:
                 write_atomic(self.run_dir / "config.json", json.dumps(dataclasses.asdict(self.config), indent=1) + "\n")
                 self.orchestrator_url = self._add_orchestrator()
                 register = ["--register", self.orchestrator_url]
+            rewards = reward_arguments(self.config, self.run_dir, self._add_reward_model())
             for taskset in self.config.tasksets:
-                arguments = ["env", "serve", taskset, "--sandbox", self.config.sandbox, *register,
+                arguments = ["env", "serve", taskset, "--sandbox", self.config.sandbox, *register, *rewards,
                              "--capacity", str(self.config.concurrency)]
                 self.service_urls[taskset] = self._supervisor.add(
-                    ServiceSpec(f"tasks-{taskset}", "/info", lambda arguments=arguments: arguments))
+                    ServiceSpec(f"tasks-{taskset}", "/info", lambda arguments=arguments: arguments,
+                                probes.task_service(taskset)))
+            self.urls_beside = {spec.name: self._supervisor.add(spec) for spec in self._beside}
             self._supervisor.wait_until_ready()
         except BaseException:
             self.__exit__()
@@ -71,12 +81,20 @@ class RolloutStack:
         self._supervisor.__exit__()
 
     def tend(self) -> None:
-        """Restart what died. Call often. Raises ServiceError when something dies again and again."""
+        """Raise what ended the supervision: ServiceError when something dies again and again. Call often."""
         self._supervisor.tend()
+
+    def condemn(self, url: str, why: str) -> None:
+        """Have the service at ``url`` started again although it looks well. From any thread."""
+        self._supervisor.condemn(url, why)
 
     def state(self) -> dict[str, str]:
         """State of each service."""
         return self._supervisor.state()
+
+    def heartbeats(self) -> dict[str, float]:
+        """Seconds since the last good probe of each service that runs."""
+        return self._supervisor.heartbeats()
 
     def update_weights(self, directory: Path, version: int) -> None:
         """Load a checkpoint into the engine and wait for it. Raises EngineError when it is refused."""
@@ -164,7 +182,8 @@ class RolloutStack:
             verify(published)
             directory, version = published.directory, published.version
         config = self.config
-        return ["serve", str(directory), "--weight-version", str(version), "--max-slots", str(config.concurrency),
+        slots = config.concurrency + self._orchestrate  # one for the canary, which must not wait for an episode
+        return ["serve", str(directory), "--weight-version", str(version), "--max-slots", str(slots),
                 "--max-context", str(config.max_context), "--threads", str(config.engine_threads),
                 "--device", config.engine_device]
 
@@ -172,7 +191,17 @@ class RolloutStack:
         return ["gateway", "--engine", self.engine_url, "--tokenizer", str(self._engine_dir),
                 "--store", str(self.run_dir / "turns.sqlite")]
 
+    def _add_reward_model(self) -> str:
+        """URL of the reward model, "" where the configuration has none."""
+        if not self.config.reward_model:
+            return ""
+        directory = reward_model_directory(self.config.reward_model, self.run_dir)
+        arguments = ["reward", "serve", str(directory), "--threads", str(self.config.engine_threads),
+                     "--device", self.config.engine_device]
+        return self._supervisor.add(ServiceSpec("reward-model", "/health", lambda: arguments))
+
     def _add_orchestrator(self) -> str:
         arguments = ["orchestrator", str(self.run_dir / "config.json"), "--run-dir", str(self.run_dir),
                      "--gateway-url", self.gateway_url]
-        return self._supervisor.add(ServiceSpec("orchestrator", "/health", lambda: arguments))
+        return self._supervisor.add(ServiceSpec("orchestrator", "/health", lambda: arguments, probes.orchestrator,
+                                                is_intake=True))
