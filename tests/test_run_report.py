@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from glm5.rl.config import RLConfig, TeacherConfig
+from glm5.rl.config import RLConfig
+from glm5.rl.credit import TeacherConfig
 from glm5.run_report import _distilled_rows, _skill_rows, agentic
 
 REASONING = RLConfig(name="reasoning", tasksets={"maths": 1.0, "code": 1.0})

@@ -86,10 +86,10 @@ def test_turns_are_credited_by_what_they_earned_and_what_came_after():
     """Returns: episode 0 earns 0.5 in turn 0 and 1 at the end: 1.5, 1; episode 1 nothing: 0, 0. Means 0.75 and 0.5."""
     group = [two_turns(0, 1.0, **{"turn.0": 0.5, "used_tool": 1.0}), two_turns(1, 0.0)]
     first, second = group_samples(group, [1, 1], "turn")
-    assert first.token_advantages == [0.0, 0.0, 0.75, 0.75, 0.0, 0.5, 0.5]
-    assert second.token_advantages == [0.0, 0.0, -0.75, -0.75, 0.0, -0.5, -0.5]
+    assert first.token_credits == [0.0, 0.0, 0.75, 0.75, 0.0, 0.5, 0.5]
+    assert second.token_credits == [0.0, 0.0, -0.75, -0.75, 0.0, -0.5, -0.5]
     assert (first.advantage, second.advantage) == (0.5, -0.5)
-    assert group_samples(group, [1, 1])[0].token_advantages == []
+    assert group_samples(group, [1, 1])[0].token_credits == []
 
 
 def test_turn_rewards_alone_are_a_signal_only_where_turns_are_credited():
@@ -112,8 +112,8 @@ def test_turns_after_a_compaction_keep_their_numbers():
                        reward_parts={"turn.1": 0.5}, trajectories=[*whole.trajectories, later])
     assert turn_rewards(branched) == [0.0, 0.5, 1.0]
     main, rest, _ = group_samples([branched, two_turns(1, 0.0)], [1, 1], "turn")
-    assert main.token_advantages == [0.0, 0.0, 0.75, 0.75, 0.0, 0.75, 0.75]
-    assert rest.token_advantages == [0.0, 0.0, 0.0]  # no other episode got that far
+    assert main.token_credits == [0.0, 0.0, 0.75, 0.75, 0.0, 0.75, 0.75]
+    assert rest.token_credits == [0.0, 0.0, 0.0]  # no other episode got that far
 
 
 def test_episodes_that_are_not_compared_are_kept_alone_and_with_equal_rewards():
@@ -121,3 +121,13 @@ def test_episodes_that_are_not_compared_are_kept_alone_and_with_equal_rewards():
     assert (verdict.reason, verdict.multiplicities) == ("", [1])
     assert [sample.advantage for sample in group_samples(episodes([1.0]), [1], None)] == [0.0]
     assert admit(episodes([None]), fresh, pad=True, advantage=None).reason == "too_few_valid"
+
+
+def test_a_critic_gets_every_reward_where_it_was_earned():
+    """Turn 0 ends at id 3, the episode at id 6."""
+    group = [two_turns(0, 1.0, **{"turn.0": 0.5}), two_turns(1, 1.0)]
+    assert admit(group, fresh, pad=False, advantage="critic").reason == ""
+    first, second = group_samples(group, [1, 2], "critic")
+    assert first.token_credits == [0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 1.0]
+    assert second.token_credits == [0.0] * 6 + [1.0]
+    assert (first.advantage, second.advantage, second.weight) == (1.0, 1.0, 2.0)

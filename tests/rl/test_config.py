@@ -6,7 +6,8 @@ import pytest
 
 from glm5.config import build_config, load_config
 from glm5.errors import ConfigError
-from glm5.rl.config import CurriculumConfig, RLConfig, TeacherConfig, read_rl_config
+from glm5.rl.config import CurriculumConfig, RLConfig, read_rl_config
+from glm5.rl.credit import TeacherConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -59,7 +59,7 @@ def test_the_longest_sample_sets_the_row_length_even_beyond_the_limit():
 
 def test_tokens_carry_their_turn_and_their_teacher():
     batch = make_batch([4, 4])
-    first = dataclasses.replace(batch.samples[0], token_advantages=[0.0, 0.5, 0.0, -0.25],
+    first = dataclasses.replace(batch.samples[0], token_credits=[0.0, 0.5, 0.0, -0.25],
                                 teacher_logprobs=[0.0, -3.0, -4.0, -5.0])
     (part,) = micro_batches(dataclasses.replace(batch, samples=[first, batch.samples[1]]), 100)
     assert part.advantages.tolist() == [0.5, -0.25, 1.0, 1.0]

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from glm5.model.checkpoint import load_model
-from glm5.rl.config import LossConfig, RLConfig, TeacherConfig
+from glm5.rl.config import LossConfig, RLConfig
+from glm5.rl.credit import TeacherConfig
 from glm5.rl.launch.local import RolloutStack
 from glm5.rl.ledger import Ledger
 from glm5.rl.operation import WeightsConfig

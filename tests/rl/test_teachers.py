@@ -9,7 +9,8 @@ from glm5.errors import CheckpointError, ConfigError, ServiceError
 from glm5.model.checkpoint import load_model, save_model
 from glm5.process import reserve
 from glm5.records import Sample, Trajectory
-from glm5.rl.config import RLConfig, TeacherConfig
+from glm5.rl.config import RLConfig
+from glm5.rl.credit import TeacherConfig
 from glm5.rl.ledger import LeasedBatch
 from glm5.rl.supervisor import Supervisor
 from glm5.rl.teachers import Teachers, teacher_services
@@ -86,7 +87,9 @@ def test_a_teacher_that_is_down_is_waited_for_and_then_named(monkeypatch):
     monkeypatch.setattr("glm5.rl.teachers.TIMEOUT_S", 0.1)
     monkeypatch.setattr("glm5.rl.teachers.RETRY_S", 0.01)
     trajectory = Trajectory(ids=[1, 2], loss_mask=[False, True], logprobs=[0.0, -1.0], versions=[-1, 0])
-    batch = LeasedBatch(1, 0, 1, 1, [Sample("e/0", "e", "g", "maths", trajectory, 0.0, 1.0)], {"e/0": 0})
+    sample = Sample(sample_id="e/0", episode_id="e", group_id="g", taskset="maths", trajectory=trajectory,
+                    advantage=0.0, weight=1.0)
+    batch = LeasedBatch(1, 0, 1, 1, [sample], {"e/0": 0})
     tended = []
     with reserve("127.0.0.1") as silent:
         urls = {f"teacher-{name}": f"http://127.0.0.1:{silent.getsockname()[1]}" for name in CONFIG.teachers}

@@ -6,7 +6,8 @@ in turn; with half or fewer it is dropped. A group whose rewards are all equal h
 its own reason. Repetition is a multiplicity, not a copied row: the same gradient, computed once.
 
 Rewards inside an episode are reward parts named ``turn.K``: what turn K, from 0, earned besides the final reward, which
-counts for the last turn. They matter where turns are credited by themselves (``advantage = "turn"``).
+counts for the last turn. They matter where turns are credited by themselves (``advantage = "turn"``), and to a critic
+(``advantage = "critic"``), which gets every reward at the token where it was earned and compares no episodes.
 """
 
 from __future__ import annotations
@@ -67,37 +68,52 @@ def group_samples(episodes: Sequence[Episode], multiplicities: Sequence[int],
 
     The group mean counts every episode as often as its multiplicity says. ``Sample.weight`` is the multiplicity times
     the trajectory's share of the episode's sampled tokens, so that siblings together weigh as much as one episode.
-    Advantages are 0 where episodes are not compared (``advantage`` None).
+    Advantages are 0 where episodes are not compared (``advantage`` None), rewards where a critic looks at them.
     """
     counted = [episode for episode, times in zip(episodes, multiplicities, strict=True) for _ in range(times)]
     rewards = [_reward(episode) for episode in counted]
-    advantages = group_advantages(rewards, "mean" if advantage in (None, "turn") else advantage)
-    by_turn = turn_advantages([turn_rewards(episode) for episode in counted]) if advantage == "turn" else []
+    by_turn: list[list[float]] = []
+    if advantage is None:
+        advantages = [0.0] * len(rewards)
+    elif advantage == "critic":
+        advantages = rewards
+    elif advantage == "turn":
+        advantages = group_advantages(rewards)
+        by_turn = turn_advantages([turn_rewards(episode) for episode in counted])
+    else:
+        advantages = group_advantages(rewards, advantage)
     samples: list[Sample] = []
     position = 0
     for episode, times in zip(episodes, multiplicities, strict=True):
         if times:
-            samples += _episode_samples(episode, 0.0 if advantage is None else advantages[position], times,
+            samples += _episode_samples(episode, advantages[position], times, advantage,
                                         by_turn[position] if by_turn else [])
         position += times
     return samples
 
 
 def turn_rewards(episode: Episode) -> list[float]:
-    """What each recorded turn earned, the final reward added to the last; a part of a turn that was not recorded counts
-    for the last one too."""
-    turns = _turn_numbers(episode)
-    rewards = [0.0] * max(len(turns), 1)
+    """What each recorded turn earned, the final reward added to the last."""
+    rewards = _rewards_inside(episode)
+    rewards[-1] += _reward(episode)
+    return rewards
+
+
+def _rewards_inside(episode: Episode) -> list[float]:
+    """What each recorded turn earned besides the final reward; a part of a turn that was not recorded counts for the
+    last one."""
+    rewards = [0.0] * max(len(_turn_numbers(episode)), 1)
     for name, value in episode.reward_parts.items():
         number = name.removeprefix(_TURN_PART)
         if name.startswith(_TURN_PART) and number.isdecimal():
             rewards[min(int(number), len(rewards) - 1)] += value
-    rewards[-1] += _reward(episode)
     return rewards
 
 
 def _differ(episodes: Sequence[Episode], advantage: GroupAdvantage) -> bool:
     """Whether comparing these episodes gives any of them an advantage."""
+    if advantage == "critic":
+        return True
     if advantage == "turn":
         return any(has_signal([0.0, value]) for row in turn_advantages([turn_rewards(episode) for episode in episodes])
                    for value in row)
@@ -110,30 +126,52 @@ def _turn_numbers(episode: Episode) -> dict[str, int]:
     return {turn: number for number, turn in enumerate(ids)}
 
 
-def _episode_samples(episode: Episode, advantage: float, times: int, by_turn: Sequence[float]) -> list[Sample]:
+def _episode_samples(episode: Episode, value: float, times: int, advantage: GroupAdvantage | None,
+                     by_turn: Sequence[float]) -> list[Sample]:
+    """``value``: what ``Sample.advantage`` holds; ``by_turn``: advantages of the turns where they have their own."""
     total = sum(sum(trajectory.loss_mask) for trajectory in episode.trajectories)
     numbers = _turn_numbers(episode)
     samples = []
     for leaf, whole in enumerate(episode.trajectories):
         if any(whole.loss_mask):
             trajectory = _cut_tail(whole)
+            credits: list[float] = []
+            if advantage == "turn":
+                credits = _spread(trajectory, numbers, by_turn)
+            elif advantage == "critic":
+                credits = _place(trajectory, numbers, _rewards_inside(episode), _reward(episode))
             samples.append(Sample(
                 sample_id=f"{episode.episode_id}/{leaf}", episode_id=episode.episode_id, group_id=episode.group_id,
-                taskset=episode.taskset, trajectory=trajectory, advantage=advantage,
+                taskset=episode.taskset, trajectory=trajectory, advantage=value,
                 weight=times * sum(whole.loss_mask) / total,
-                token_advantages=_spread(trajectory, numbers, by_turn) if by_turn else []))
+                token_credits=credits))
     return samples
 
 
 def _spread(trajectory: Trajectory, numbers: dict[str, int], by_turn: Sequence[float]) -> list[float]:
-    """The advantage of each id's turn, 0 where nothing was sampled. Every stretch of sampled ids is one turn; the last
-    stretch is the last turn of the path, because turns that an earlier path trained lie at its beginning."""
+    """The advantage of each id's turn, 0 where nothing was sampled."""
+    spread: list[float] = []
+    for turn, length in _stretches(trajectory):
+        spread += [by_turn[numbers[turn]] if turn else 0.0] * length
+    return spread
+
+
+def _place(trajectory: Trajectory, numbers: dict[str, int], inside: Sequence[float], final: float) -> list[float]:
+    """The reward of each id: what a turn earned at its last id, the final reward at the last id of the path, whose end
+    is sampled."""
+    placed: list[float] = []
+    for turn, length in _stretches(trajectory):
+        placed += [0.0] * (length - 1) + [inside[numbers[turn]] if turn else 0.0]
+    placed[-1] += final
+    return placed
+
+
+def _stretches(trajectory: Trajectory) -> list[tuple[str, int]]:
+    """Turn and length of each stretch of ids, "" for ids that were not sampled. Every stretch of sampled ids is one
+    turn; the last is the last turn of the path, because turns that an earlier path trained lie at its beginning."""
     stretches = [(sampled, len(list(ids))) for sampled, ids in itertools.groupby(trajectory.loss_mask)]
     turns = iter(trajectory.turn_ids[len(trajectory.turn_ids) - sum(sampled for sampled, _ in stretches):])
-    spread: list[float] = []
-    for sampled, length in stretches:
-        spread += [by_turn[numbers[next(turns)]] if sampled else 0.0] * length
-    return spread
+    return [(next(turns) if sampled else "", length) for sampled, length in stretches]
 
 
 def _cut_tail(trajectory: Trajectory) -> Trajectory:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 EpisodeAdvantage = Literal["mean", "mean_std", "leave_one_out"]
-GroupAdvantage = Literal[EpisodeAdvantage, "turn"]
-"""``turn``: ``turn_advantages`` instead of ``group_advantages``."""
+GroupAdvantage = Literal[EpisodeAdvantage, "turn", "critic"]
+"""``turn``: ``turn_advantages`` instead of ``group_advantages``; ``critic``: ``gae`` with the values of a critic."""
 ZERO_VARIANCE = 1e-6
 """Rewards of a group that differ by no more than this carry no signal; also what keeps divisors above 0."""
 

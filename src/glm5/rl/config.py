@@ -16,6 +16,7 @@ from glm5.device import AUTO
 from glm5.env.rewards.config import RewardConfig
 from glm5.errors import ConfigError
 from glm5.rl.advantages import GroupAdvantage
+from glm5.rl.credit import CriticConfig, TeacherConfig, prompt_mixture
 from glm5.rl.operation import ObservationConfig, SupervisionConfig, WeightsConfig
 from glm5.train.config import OptimizerConfig, ScheduleConfig
 
@@ -146,26 +147,6 @@ class BreakerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherConfig:
-    """A checkpoint that the policy is distilled from, on prompts of its own tasksets."""
-
-    checkpoint: str
-    """A checkpoint directory, or ``stage:NAME``: the final checkpoint of run NAME beside this one."""
-    tasksets: dict[str, float]
-    """Tasksets whose episodes this teacher scores, and their shares of its prompts."""
-    share: float = 1.0
-    """Share of the prompts that are this teacher's."""
-    threads: int = 1
-    """CPU threads of its engine."""
-
-    def __post_init__(self) -> None:
-        if not self.tasksets or any(share <= 0 for share in self.tasksets.values()) or self.share <= 0:
-            raise ConfigError(f"share={self.share}, tasksets={self.tasksets}: give shares above 0 and at least one "
-                              "taskset")
-        require_at_least(1, threads=self.threads)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RLConfig:
     """One run of asynchronous reinforcement learning."""
 
@@ -198,7 +179,10 @@ class RLConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     """Policy loss."""
     advantage: GroupAdvantage = "mean"
-    """How the rewards of a group become advantages: of episodes, or of turns (``turn``); unused with teachers."""
+    """How rewards become advantages: of the episodes of a group, of turns (``turn``), or, without comparing, of tokens
+    (``critic``); unused with teachers."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """advantage = "critic": the value model."""
     reset_optimizer: bool = False
     """Forget the moments of the optimizer after each weight publication (GLM-5 report, agentic RL)."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
@@ -273,7 +257,7 @@ class RLConfig:
 
     def __post_init__(self) -> None:
         if self.teachers:
-            object.__setattr__(self, "tasksets", _prompt_mixture(self.tasksets, self.teachers))
+            object.__setattr__(self, "tasksets", prompt_mixture(self.tasksets, self.teachers))
         self._check_rewards()
         if not self.tasksets or any(ratio <= 0 for ratio in self.tasksets.values()):
             raise ConfigError(f"tasksets={self.tasksets}: name at least one taskset with a share above 0")
@@ -284,7 +268,7 @@ class RLConfig:
                           max_attempts=self.max_attempts, checkpoint_every=self.checkpoint_every,
                           keep_checkpoints=self.keep_checkpoints, trainer_threads=self.trainer_threads,
                           engine_threads=self.engine_threads, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
-        require_at_least(1 if self.teachers else 2, group_size=self.group_size)
+        require_at_least(2 if self.compares_episodes else 1, group_size=self.group_size)
         require_at_least(2, max_context=self.max_context)
         for name, value in (("temperature", self.temperature), ("episode_timeout_s", self.episode_timeout_s),
                             ("stall_minutes", self.stall_minutes)):
@@ -319,6 +303,11 @@ class RLConfig:
         """How the episodes of a group are compared; None with teachers, where every episode teaches by itself."""
         return None if self.teachers else self.advantage
 
+    @property
+    def compares_episodes(self) -> bool:
+        """Whether equal rewards leave nothing to learn."""
+        return self.comparison not in (None, "critic")
+
     def for_evaluation(self, tasksets: Iterable[str]) -> RLConfig:
         """The same limits of episodes, for other tasksets under their own verifiers: nothing is compared, blended,
         answered by an anchor or distilled."""
@@ -328,8 +317,8 @@ class RLConfig:
     @property
     def screened(self) -> int:
         """Episodes of a group that start first: all, unless groups are screened by their rewards."""
-        compared = self.curriculum.screen if self.comparison not in (None, "turn") else 0
-        return min(compared or self.group_size, self.group_size)
+        by_reward = self.curriculum.screen if self.compares_episodes and self.advantage != "turn" else 0
+        return min(by_reward or self.group_size, self.group_size)
 
     @property
     def eta(self) -> int:
@@ -355,23 +344,6 @@ class RLConfig:
     def publication_interval(self) -> int:
         """Steps between weight publications, 1 in synchronous mode."""
         return self.publish_every if self.mode == "async" else 1
-
-
-def _prompt_mixture(tasksets: dict[str, float], teachers: dict[str, TeacherConfig]) -> dict[str, float]:
-    """Shares of all prompts: of each teacher its share, divided over its tasksets.
-
-    Raises ConfigError when a taskset has two teachers, or when ``tasksets`` says something else.
-    """
-    mixture: dict[str, float] = {}
-    for name, teacher in teachers.items():
-        twice = sorted(mixture.keys() & teacher.tasksets.keys())
-        if twice:
-            raise ConfigError(f"teachers.{name}: taskset {twice[0]!r} has another teacher; name it once")
-        total = sum(teacher.tasksets.values())
-        mixture |= {taskset: teacher.share * share / total for taskset, share in teacher.tasksets.items()}
-    if tasksets and tasksets != mixture:
-        raise ConfigError(f"tasksets={tasksets} beside teachers: leave it out, their tasksets are practised")
-    return mixture
 
 
 def read_rl_config(path: Path) -> RLConfig:

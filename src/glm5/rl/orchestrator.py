@@ -83,7 +83,7 @@ class Orchestrator:
         self._ledger = Ledger.of_run(config, run_dir)
         self.registry = Registry(config.breaker)
         # where rewards are not compared, whether they differ says nothing about a taskset
-        self._picker = RatioPicker(config.tasksets, config.curriculum.balance if config.comparison else 1.0)
+        self._picker = RatioPicker(config.tasksets, config.curriculum.balance if config.compares_episodes else 1.0)
         self._curriculum = Curriculum(config.curriculum)
         self._task_ids: dict[str, deque[tuple[int, str]]] = {taskset: deque() for taskset in config.tasksets}
         self._screened = config.screened

@@ -38,7 +38,7 @@ class MicroBatch:
     behaviour: Tensor
     """Fp32 [M]: log-probs recorded by the engine."""
     advantages: Tensor
-    """Fp32 [M]."""
+    """Fp32 [M]; under a critic rewards, from which it makes advantages."""
     teacher: Tensor
     """Fp32 [M]: log-probs of the teacher, NaN where there is none."""
     coefficients: Tensor
@@ -109,7 +109,7 @@ def _pack(batch: LeasedBatch, coefficients: Sequence[float], rows: Sequence[Sequ
             sampled = [t for t, on in enumerate(trajectory.loss_mask) if on]
             predictors += [row * length + start + t - 1 for t in sampled]
             labels += [trajectory.ids[t] for t in sampled]
-            advantages = sample.token_advantages or [sample.advantage] * len(trajectory.ids)
+            advantages = sample.token_credits or [sample.advantage] * len(trajectory.ids)
             teacher = sample.teacher_logprobs or [math.nan] * len(trajectory.ids)
             floats += [(trajectory.logprobs[t], advantages[t], teacher[t], coefficients[index]) for t in sampled]
             staleness += [batch.staleness[sample.sample_id]] * len(sampled)

@@ -32,6 +32,7 @@ from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.process import lock_directory
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
+from glm5.rl.critic import Critic, Together
 from glm5.rl.exporter import exporting
 from glm5.rl.kl import Mismatch
 from glm5.rl.launch.local import RolloutStack
@@ -150,9 +151,12 @@ def freeze(model: GlmMoeDsaForCausalLM) -> None:
 
 
 def policy_step(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, batch: LeasedBatch, config: RLConfig,
-                lr_scale: float) -> StepResult:
-    """One update on ``batch``; nothing changes when loss or gradient is not finite."""
+                lr_scale: float, critic: Critic | None = None) -> StepResult:
+    """One update on ``batch``; nothing changes when loss or gradient is not finite. ``lr_scale`` 0 leaves the policy as
+    it is, for a critic that learns first."""
     optimizer.zero_grad()
+    if critic is not None:
+        critic.begin()
     mismatch = Mismatch()
     policy_loss = LOSSES[config.loss.kind]
     loss = entropy = behind = 0.0
@@ -162,7 +166,11 @@ def policy_step(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, batch: Leased
         hidden_BTD = model.hidden(part.ids_BT, part.positions_BT, part.documents_BT, attention="sparse").hidden_BTD
         hidden_MD = hidden_BTD.flatten(0, 1)[part.predictors]
         logprobs = token_logprobs(hidden_MD, model.lm_head.weight, part.labels, config.temperature)
-        advantages = teacher_advantages(part.teacher, logprobs) if config.teachers else part.advantages
+        advantages = part.advantages
+        if config.teachers:
+            advantages = teacher_advantages(part.teacher, logprobs)
+        elif critic is not None:
+            advantages = critic.look(part)
         # one update per batch: the policy is still the old one while its gradient is taken
         result = policy_loss(PolicyTokens(logprobs, logprobs.detach(), part.behaviour, advantages, part.coefficients,
                                           part.samples), config.loss)
@@ -174,13 +182,15 @@ def policy_step(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, batch: Leased
         tokens += part.tokens
         padded += part.ids_BT.numel()
     norms = optimizer.clip_gradients()
-    if norms.finite:
+    if norms.finite and lr_scale:
         optimizer.step(lr_scale)
     metrics = mismatch.metrics()
     metrics |= {"loss": loss, "grad_norm": norms.main, "entropy": entropy / max(metrics["sampled_tokens"], 1.0),
                 "lr": config.optimizer.lr * lr_scale, "packing": tokens / padded}
     if config.teachers:
         metrics["teacher_kl"] = -behind  # of the student from its teachers, on what it sampled
+    if critic is not None:
+        metrics |= critic.step()
     return StepResult(metrics, tokens, norms.finite)
 
 
@@ -200,7 +210,9 @@ class Trainer:
         self._model.config = trained_for(self._model.config, None)
         freeze(self._model)
         self._optimizer = build_optimizer(self._model, config.optimizer)
-        self.state = load_trainer_state(start, self._optimizer) if start else TrainerState()
+        self._critic = self._build_critic(init_dir) if config.comparison == "critic" else None
+        self._learning = Together(self._optimizer, self._critic)
+        self.state = load_trainer_state(start, self._learning) if start else TrainerState()
         self._ledger = Ledger.of_run(config, run_dir)
         self._started = time.monotonic()
         self._elapsed_before = self.state.elapsed_s
@@ -258,8 +270,7 @@ class Trainer:
             batch = self._scored(teachers, batch)
             train_started = time.monotonic()
             with self._track.span("train"):
-                result = policy_step(self._model, self._optimizer, batch, self.config,
-                                     lr_factor(self.config.schedule, self.state.step, self.config.steps))
+                result = self._update(batch)
             train_s = time.monotonic() - train_started
             self._last_batch = batch.batch_id
             self.state = dataclasses.replace(
@@ -284,6 +295,19 @@ class Trainer:
         if path is None or int(path.name) != self.state.step:  # a time limit can end the loop between checkpoints
             path = self._checkpoint()
         return path
+
+    def _build_critic(self, init_dir: Path) -> Critic:
+        trunk = load_model(init_dir, dtype=torch.float32, device=find_device(self.config.device))
+        trunk.config = self._model.config
+        freeze(trunk)
+        return Critic(trunk, self.config.critic)
+
+    def _update(self, batch: LeasedBatch) -> StepResult:
+        """One optimizer step; of the critic alone while it warms up."""
+        step = self.state.step
+        waits = self._critic is not None and step < self.config.critic.warmup_steps
+        return policy_step(self._model, self._optimizer, batch, self.config,
+                           0.0 if waits else lr_factor(self.config.schedule, step, self.config.steps), self._critic)
 
     def _is_finished(self) -> bool:
         elapsed_s = self._elapsed_before + time.monotonic() - self._started
@@ -360,7 +384,7 @@ class Trainer:
     def _checkpoint(self) -> Path:
         """Write the weights with the ids of the batches in them, then ack those."""
         facts = {"stage": "rl", "name": self.config.name, "parent": self.config.init}
-        path = save_checkpoint(self.run_dir, self.state, self._model, self._optimizer.state_dict(), self._tokenizer_dir,
+        path = save_checkpoint(self.run_dir, self.state, self._model, self._learning.state_dict(), self._tokenizer_dir,
                                facts)
         self._ledger.ack(self._last_batch, self.state.step)
         prune_checkpoints(self.run_dir, self.config.keep_checkpoints)
