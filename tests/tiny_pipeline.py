@@ -10,10 +10,15 @@ from glm5.process import PARENT_VARIABLE
 
 NANO = Path(__file__).parents[1] / "configs" / "nano"
 STAGES = ("pretrain", "midtrain", "dsa-warmup", "dsa-sparse", "sft")
+FORMS = {"pipeline": (("rl",), ("calculator", "shell", "repair")),
+         "full": (("reasoning", "agentic", "general", "distill"),
+                  ("calculator", "shell", "repair", "maths", "science", "code", "python", "writing"))}
+"""Pipeline file of nano → its RL files and its tasksets."""
 
 
-def write_tiny_pipeline(directory: Path, steps: int = 4) -> Path:
-    """The nano pipeline with ``steps`` steps of each stage, on a small corpus."""
+def write_tiny_pipeline(directory: Path, steps: int = 4, form: str = "pipeline") -> Path:
+    """A pipeline of nano with ``steps`` steps of each stage and one of each RL stage, on a small corpus."""
+    rl_stages, tasksets = FORMS[form]
     corpus = directory / "corpus"
     corpus.mkdir()
     for number in range(40):
@@ -28,14 +33,17 @@ def write_tiny_pipeline(directory: Path, steps: int = 4) -> Path:
         if name == "sft":
             lines = [f"{line}\nevery = {steps}" if line == "[evaluation]" else line for line in lines]
         (directory / f"{name}.toml").write_text("\n".join(lines) + "\n")
-    (directory / "rl.toml").write_text(f'extends = "{NANO}/rl.toml"\nsteps = 1\nmax_minutes = 0.15\nconcurrency = 8\n'
-                                       'groups_per_batch = 2\ngroup_size = 2\nsandbox = "none"\n')
+    for name in rl_stages:
+        (directory / f"{name}.toml").write_text(
+            f'extends = "{NANO}/{name}.toml"\nsteps = 1\nmax_minutes = 0.15\nconcurrency = 8\n'
+            f'groups_per_batch = 2\ngroup_size = {1 if name == "distill" else 2}\nsandbox = "none"\n'
+            '[curriculum]\nfilter_budget = 0.01\n')  # a model that solves nothing still makes a step
+    (directory / "reward-model.toml").write_text(f'extends = "{NANO}/reward-model.toml"\nsteps = 1\n')
     pipeline = directory / "pipeline.toml"
     pipeline.write_text(
-        f'extends = "{NANO}/pipeline.toml"\nname = "tiny"\nrun_dir = "{directory}/run"\n'
+        f'extends = "{NANO}/{form}.toml"\nname = "tiny"\nrun_dir = "{directory}/run"\npreference_pairs = 20\n'
         f'[tokenizer]\nvocab_size = 1024\nsources = ["{corpus}"]\n[demonstrations]\n'
-        "calculator = 3\nshell = 3\nrepair = 3\n"
-        "[report]\ntasks = 3\nstop_tasks = 2\n")
+        + "".join(f"{name} = 3\n" for name in tasksets) + "[report]\ntasks = 3\nstop_tasks = 2\n")
     return pipeline
 
 

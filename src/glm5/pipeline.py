@@ -1,4 +1,4 @@
-"""A whole run: tokenizer → training stages → demonstrations → SFT → RL → evaluation → report, from one TOML file.
+"""A whole run from one TOML file: tokenizer → training stages → demonstrations → SFT → RL stages, evaluated → report.
 
 A pipeline is a run directory whose stages are run directories below it. Each step ends in one file (a tokenizer, a
 ``final.json``, a row file in ``rows/``) that appears atomically; a pipeline that is started again skips what has its
@@ -18,14 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from glm5 import run_report
 from glm5.clock import Clock
 from glm5.config import apply_overrides, build_config, load_config, read_toml
 from glm5.errors import ConfigError, DataError
 from glm5.process import lock_directory
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
-from glm5.runlog import RunLog, read_jsonl, temporary_path, write_atomic
+from glm5.runlog import RunLog, temporary_path, write_atomic
 from glm5.train.config import StageConfig
+from glm5.train.preference_config import PreferenceConfig
 
 if TYPE_CHECKING:
     from glm5.data.packing import Batch
@@ -51,7 +53,9 @@ class ReportConfig:
     """What the report measures on held-out tasks."""
 
     tasks: int = 240
-    """Held-out tasks per taskset for pass@1 after SFT and after RL."""
+    """Held-out tasks per taskset for pass@1 after SFT and after every RL stage."""
+    wall_s: int = 1200
+    """Seconds that the whole run should take at most; 0: no goal."""
     temperature: float = 1.0
     """Sampling temperature of pass@1."""
     stop_tasks: int = 64
@@ -72,10 +76,14 @@ class PipelineConfig:
     """The tokenizer of the run."""
     stages: tuple[str, ...]
     """Stage files in order, SFT last."""
-    rl: str
-    """RL file."""
+    rl: tuple[str, ...]
+    """RL files in order, for example reasoning, agentic, general, distillation."""
+    reward_model: str = ""
+    """File of the reward model, trained before the first RL stage that names its run."""
+    preference_pairs: int = 240
+    """Preference pairs of each taskset that the reward model learns from."""
     demonstrations: dict[str, int]
-    """Demonstrations of each taskset that SFT learns from."""
+    """Demonstrations of each taskset that SFT learns from; all tasksets of the RL stages, which are those evaluated."""
     report: ReportConfig = field(default_factory=ReportConfig)
     """What the report measures."""
 
@@ -93,13 +101,27 @@ class Pipeline:
         self.config = build_config(PipelineConfig, data, str(path))
         self.run_dir = Path(self.config.run_dir)
         self.stages = [load_config(StageConfig, path.parent / name) for name in self.config.stages]
-        self.rl = load_config(RLConfig, path.parent / self.config.rl)
-        if set(self.config.demonstrations) != set(self.rl.tasksets):
-            raise ConfigError(f"{path}: demonstrations name {sorted(self.config.demonstrations)}, {self.config.rl} has "
-                              f"tasksets {sorted(self.rl.tasksets)}; name the same ones")
+        self.rl = [load_config(RLConfig, path.parent / name) for name in self.config.rl]
+        practised = {taskset for stage in self.rl for taskset in stage.tasksets}
+        if set(self.config.demonstrations) != practised:
+            raise ConfigError(f"{path}: demonstrations name {sorted(self.config.demonstrations)}, the RL stages "
+                              f"practise {sorted(practised)}; name the same ones")
         if not self.stages or self.stages[-1].stage != "sft":
             raise ConfigError(f"{path}: stages must end with an sft stage")
-        self._settings = {"pipeline": dataclasses.asdict(self.config), "rl": dataclasses.asdict(self.rl),
+        self.reward = load_config(PreferenceConfig, path.parent / self.config.reward_model) \
+            if self.config.reward_model else None
+        wanted = {stage.reward_model for stage in self.rl if stage.reward_model.startswith("stage:")}
+        given = {f"stage:{self.reward.name}"} if self.reward is not None else set()
+        if wanted != given:
+            raise ConfigError(f"{path}: the RL stages name the reward models {sorted(wanted)}, reward_model trains "
+                              f"{sorted(given)}; give the file of the one that is named")
+        names = [stage.name for stage in (*self.stages, *self.rl)]
+        if not self.rl or len(set(names)) < len(names):
+            raise ConfigError(f"{path}: stages {names}: give at least one RL stage, and each a name of its own")
+        self._limits = self.rl[-1].for_evaluation(self.config.demonstrations)
+        self._settings = {"pipeline": dataclasses.asdict(self.config),
+                          "rl": {stage.name: dataclasses.asdict(stage) for stage in self.rl},
+                          "reward": dataclasses.asdict(self.reward) if self.reward is not None else {},
                           "stages": {stage.name: dataclasses.asdict(stage) for stage in self.stages}}
 
     def run(self) -> Path:
@@ -121,9 +143,14 @@ class Pipeline:
             self._rows("mtp", self._measure_mtp)
             self._write_demonstrations()
             self._train_sft()
-            self._rows("pass_at_1.sft", lambda: self._measure_skill("sft", self._final(self.stages[-1].name)))
-            final = self._train_rl()
-            self._rows("pass_at_1.rl", lambda: self._measure_skill("rl", final))
+            sft = self.stages[-1].name
+            self._rows("pass_at_1.sft",
+                       lambda: self._measure_skill("sft", self._final(sft), run_report.agentic(self.rl)))
+            for stage in self.rl:
+                self._train_reward_model(stage)
+                final = self._train_rl(stage)
+                self._rows(f"pass_at_1.{stage.name}",
+                           lambda stage=stage, final=final: self._measure_skill(stage.name, final, stage))
             self._publish_final(final)
         report = self._write_report()
         self._log.event("pipeline_finished")
@@ -132,12 +159,16 @@ class Pipeline:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _check_machine(self) -> None:
-        """Fail in the first second, not after the training, when isolation or the plotting library is missing."""
-        from glm5.env.service import require_sandbox
+        """Fail in the first second, not after the training, when isolation, the plotting library or the library of a
+        taskset is missing."""
+        from glm5.env.service import load_taskset, require_sandbox
         from glm5.eval.figures import require_matplotlib
 
         require_matplotlib()
-        require_sandbox(self.rl.sandbox)
+        for sandbox in {stage.sandbox for stage in self.rl}:
+            require_sandbox(sandbox)
+        for taskset in self.config.demonstrations:
+            load_taskset(taskset).task("demo", 0)
 
     def _check_settings(self) -> None:
         """Results of other settings must not end up in this report."""
@@ -197,7 +228,7 @@ class Pipeline:
             text = ""
             for name, count in self.config.demonstrations.items():
                 part = self.run_dir / f"demonstrations.{name}.jsonl"
-                write_demonstrations(name, count, part, self.rl.sandbox)
+                write_demonstrations(name, count, part, self._limits.sandbox)
                 text += part.read_text(encoding="utf-8")
                 part.unlink()
             write_atomic(target, text)
@@ -233,11 +264,25 @@ class Pipeline:
             self._run_stage(stage, evaluate)
         shutil.rmtree(scratch, ignore_errors=True)
 
-    def _train_rl(self) -> Path:
+    def _train_reward_model(self, stage: RLConfig) -> None:
+        """The reward model that ``stage`` names, if it is one of this run, and its accuracy on held-out pairs."""
+        from glm5.eval.suites.preferences import accuracy_row
+        from glm5.rl.general import train_reward_model
+        from glm5.train.preferences import held_out_result
+
+        reward = self.reward
+        if reward is None or stage.reward_model != f"stage:{reward.name}":
+            return
+        with self._clock.step(reward.name):
+            train_reward_model(reward, stage, self.run_dir, self.config.preference_pairs)
+        self._rows(f"accuracy.{reward.name}",
+                   lambda: [accuracy_row(reward.name, *held_out_result(self.run_dir / reward.name))])
+
+    def _train_rl(self, stage: RLConfig) -> Path:
         from glm5.rl.trainer import run_rl
 
-        with self._clock.step(self.rl.name):
-            return run_rl(self.rl, self.run_dir / self.rl.name)
+        with self._clock.step(stage.name):
+            return run_rl(stage, self.run_dir / stage.name)
 
     def _publish_final(self, checkpoint: Path) -> None:
         """``final/``: the trained model as a directory that Transformers loads, with the facts of its checkpoint."""
@@ -265,18 +310,18 @@ class Pipeline:
     def _stack(self, checkpoint: Path, name: str) -> RolloutStack:
         from glm5.rl.launch.local import RolloutStack
 
-        return RolloutStack(self.rl, checkpoint, self.run_dir / "evaluation" / name)
+        return RolloutStack(self._limits, checkpoint, self.run_dir / "evaluation" / name)
 
     def _evaluate(self, stack: RolloutStack, label: str, offset: int, count: int) -> list[Episode]:
         return stack.evaluate(count=count, offset=offset, temperature=self.config.report.temperature, label=label)
 
-    def _measure_skill(self, label: str, checkpoint: Path) -> list[Row]:
-        """Held-out pass@1 of each taskset, and their mean."""
+    def _measure_skill(self, label: str, checkpoint: Path, stage: RLConfig) -> list[Row]:
+        """Held-out pass@1 of every taskset, and the mean of those of ``stage``."""
         from glm5.eval.suites.tasksets import pass_at_1_rows
 
         with self._stack(checkpoint, label) as stack:
             episodes = self._evaluate(stack, label, 0, self.config.report.tasks)
-        return pass_at_1_rows(label, episodes)
+        return pass_at_1_rows(label, episodes, mean_of=stage.tasksets)
 
     def _measure_mtp(self) -> list[Row]:
         """Acceptance length on the model's own greedy continuation of held-out text."""
@@ -298,59 +343,10 @@ class Pipeline:
         return [{"name": "mtp.acceptance_length", "value": length, "unit": f"tokens per {drafts} drafts",
                  "n": len(prompts)}]
 
-    # -- report ----------------------------------------------------------------------------------------------------
-
     def _write_report(self) -> Path:
-        from glm5.eval.report import build_report
-        from glm5.rl.summary import summary_rows
-
-        rl_dir = self.run_dir / self.rl.name
-        sections = {
-            "Language modelling": self._language_rows(),
-            "Multi-token prediction": self._rows("mtp", self._measure_mtp),
-            "Held-out pass@1": _skill_rows(self.run_dir),
-            "Reinforcement learning": summary_rows(rl_dir),
-            "Cost": self._cost_rows(),
-        }
-        return build_report(
-            self.run_dir, f"run {self.config.name}", sections,
-            curve=read_jsonl(rl_dir / "metrics.jsonl"))
-
-    def _language_rows(self) -> list[Row]:
-        pretrain, sparse = self.stages[0].name, _last_named(self.stages, "dsa-sparse")
-        initial = _held_out(self.run_dir / pretrain, "initial", "dense")
-        final = _held_out(self.run_dir / pretrain, "final", "dense")
-        before = _held_out(self.run_dir / sparse, "initial", "dense")
-        dense, selected = (_held_out(self.run_dir / sparse, "final", mode) for mode in ("dense", "sparse"))
-        fall = 1 - final["bits_per_byte"] / initial["bits_per_byte"]
-        gap = selected["nats_per_token"] / dense["nats_per_token"] - 1
-        return [
-            {"name": "bpb.initial", "value": initial["bits_per_byte"], "unit": "bits/byte", "n": initial["bytes"]},
-            {"name": "bpb.final", "value": final["bits_per_byte"], "unit": "bits/byte", "n": final["bytes"],
-             "baseline": "bpb.initial", "ratio": 1 - fall, "goal": "at least 45% below", "met": fall >= 0.45},
-            {"name": "loss.dense_before", "value": before["nats_per_token"], "unit": "nats/token",
-             "n": before["tokens"]},
-            {"name": "loss.dense", "value": dense["nats_per_token"], "unit": "nats/token", "n": dense["tokens"]},
-            {"name": "loss.sparse", "value": selected["nats_per_token"], "unit": "nats/token", "n": selected["tokens"],
-             "baseline": "loss.dense", "ratio": 1 + gap, "goal": "within 0.5%", "met": abs(gap) <= 0.005},
-        ]
-
-    def _cost_rows(self) -> list[Row]:
-        rows = [{"name": f"wall_s.{name}", "value": round(seconds, 1), "unit": "s"}
-                for name, seconds in self._clock.seconds.items()]
-        for row in rows:
-            if row["name"] == "wall_s.run":
-                row |= {"goal": "at most 1200 s", "met": row["value"] <= 1200}
-        rows.append({"name": "peak_rss_bytes", "value": self._clock.peak_rss_bytes, "unit": "bytes",
-                     "goal": "under 6 GB", "met": self._clock.peak_rss_bytes < 6e9})
-        for stage in self.stages:
-            metrics = read_jsonl(self.run_dir / stage.name / "metrics.jsonl")
-            speeds = [record["tokens_per_s"] for record in metrics if "tokens_per_s" in record]
-            if speeds:
-                mean = len(speeds) / sum(1 / speed for speed in speeds)
-                rows.append({"name": f"tokens_per_s.{stage.name}", "value": round(mean, 1), "unit": "tokens/s",
-                             "n": len(speeds)})
-        return rows
+        self._rows("mtp", self._measure_mtp)
+        return run_report.write(self.run_dir, self.config.name, self.stages, self.rl, self._clock,
+                                self.config.report.wall_s)
 
 
 def _document_starts(batches: Sequence[Batch], end_id: int) -> list[list[int]]:
@@ -366,36 +362,3 @@ def _document_starts(batches: Sequence[Batch], end_id: int) -> list[list[int]]:
                 if len(ids) >= _MTP_PROMPT_TOKENS:
                     prompts.append(ids[:_MTP_PROMPT_TOKENS])
     return prompts
-
-
-def _skill_rows(run_dir: Path) -> list[Row]:
-    """Rows after SFT and after RL, with what the difference of the means says."""
-    sft, rl = (json.loads((run_dir / "rows" / f"pass_at_1.{name}.json").read_text()) for name in ("sft", "rl"))
-    before = {row["name"].replace(".sft.", ".rl."): row for row in sft}
-    for row in rl:
-        base = before[row["name"]]
-        row["baseline"] = base["name"]
-        if base["value"]:
-            row["ratio"] = row["value"] / base["value"]
-        if row["name"].endswith(".mean"):
-            row["goal"] = "20 points above, intervals apart"
-            row["met"] = row["value"] - base["value"] >= 0.20 and row["low"] > base["high"]
-        else:
-            row["goal"] = "not below"
-            row["met"] = row["value"] >= base["value"]
-    return [*sft, *rl]
-
-
-def _held_out(stage_dir: Path, when: str, attention: str) -> Row:
-    """Last ``held_out`` event of a stage for this moment and attention."""
-    for event in reversed(read_jsonl(stage_dir / "events.jsonl")):
-        if (event["kind"], event.get("when"), event.get("attention")) == ("held_out", when, attention):
-            return event
-    raise DataError(f"{stage_dir}: no held_out event ({when}, {attention}); set data.held_out_rows above 0")
-
-
-def _last_named(stages: Sequence[StageConfig], kind: str) -> str:
-    names = [stage.name for stage in stages if stage.stage == kind]
-    if not names:
-        raise ConfigError(f"the pipeline has no {kind} stage; add one to stages")
-    return names[-1]

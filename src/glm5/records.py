@@ -162,8 +162,14 @@ class Sample:
     taskset: str
     trajectory: Trajectory
     advantage: float
+    """Of its episode."""
     weight: float
     """Share of this row in its rollout: the loss of an episode is the mean over all its sampled tokens."""
+    token_credits: list[float] = field(default_factory=list)
+    """Of each id where turns are credited by themselves: the advantage of its turn, for a critic its reward; empty:
+    ``advantage`` for all."""
+    teacher_logprobs: list[float] = field(default_factory=list)
+    """Of each id under the teacher of its taskset; empty outside distillation."""
 
 
 def to_json(record: Any) -> dict[str, Any]:

@@ -59,14 +59,15 @@ def test_tasks_are_deterministic_and_splits_share_no_content(name):
     assert taskset.task("train", 123) == again.task("train", 123)
     assert all(split_of(content) == split for split, found in contents.items() for content in found)
     assert len(set.union(*contents.values())) == sum(len(found) for found in contents.values())
-    assert all(len(found) > 240 for found in contents.values())  # 720 names, and 4 of 10 shell tasks name one
+    least = 150 if name == "gym" else 240  # few items in some sets; 720 names, and 4 of 10 shell tasks name one
+    assert all(len(found) > least for found in contents.values())
     instructions = {split: {taskset.task(split, index).instruction for index in range(300)} for split in SPLITS}
     assert not instructions["demo"] & instructions["heldout"] and not instructions["demo"] & instructions["train"]
 
 
 def test_every_installed_name_loads_and_calls_itself_so():
     assert set(available_tasksets()) >= set(BUILT_IN)
-    with pytest.raises(ConfigError, match=r"'sheel': not installed; installed: calculator, repair, shell"):
+    with pytest.raises(ConfigError, match=r"'sheel': not installed; installed: calculator, code, "):
         load_taskset("sheel")
 
 

@@ -3,7 +3,15 @@
 import pytest
 
 from glm5.env.tasks import ToolError
-from glm5.env.tools import evaluate, final_answer, integer_argument, parse_arguments, text_argument, used_tool
+from glm5.env.tools import (
+    evaluate,
+    final_answer,
+    integer_argument,
+    parse_arguments,
+    progress_reward,
+    text_argument,
+    used_tool,
+)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +81,11 @@ def test_only_a_last_assistant_text_is_an_answer():
     assert final_answer([{"role": "assistant", "content": "5"}, {"role": "tool", "content": "6"}]) == ""
     assert final_answer([{"role": "assistant", "content": "5", "tool_calls": [{}]}]) == ""
     assert used_tool([{"role": "assistant", "tool_calls": [{}]}]) == 1.0 and used_tool([{"role": "assistant"}]) == 0.0
+
+
+def test_the_first_turn_with_the_result_earns_the_progress():
+    call = {"role": "assistant", "content": "", "tool_calls": [{}]}
+    messages = [{"role": "user", "content": "42"}, call, {"role": "tool", "content": "41"}, call,
+                {"role": "tool", "content": "42"}, call, {"role": "tool", "content": "42"}]
+    assert progress_reward(messages, "42") == {"turn.1": 0.5}
+    assert progress_reward(messages, "43") == progress_reward([], "42") == {}

@@ -50,7 +50,7 @@ def test_rows_with_wrong_keys_are_refused(row):
 
 def test_a_report_shows_every_section_number_and_meaning(tmp_path):
     sections = {"Skills": ROWS, "Staleness": STALENESS, "Cost": COST, "Empty": []}
-    path = build_report(tmp_path, "run nano", sections, CURVE)
+    path = build_report(tmp_path, "run nano", sections, {"rl": CURVE, "distill": []})
     text = path.read_text()
     assert path == tmp_path / "report.md"
     cells = ["`pass_at_1.rl.shell`", "0.75", "0.692 – 0.800", "240", "fraction", "`pass_at_1.sft.shell`", "3.000",
@@ -67,8 +67,15 @@ def test_a_report_shows_every_section_number_and_meaning(tmp_path):
         "pass_at_1.sft.shell", "pass_at_1.rl.shell", "staleness.0", "staleness.1", "peak_rss_bytes", "wall_s.run"]
 
 
+def test_every_stage_has_its_histogram_of_ages(tmp_path):
+    ages = [{"name": f"reasoning.staleness.{age}", "value": count, "unit": "episodes"}
+            for age, count in ((1, 1), (0, 3))]
+    text = build_report(tmp_path, "run", {"Reasoning": ages}).read_text()
+    assert "| 0 | 3 | 75.0% |" in text and "`reasoning.staleness.0` |" not in text
+
+
 def test_the_curve_is_a_png_of_its_size(tmp_path):
-    build_report(tmp_path, "run", {"Cost": COST}, CURVE)
+    build_report(tmp_path, "run", {"Cost": COST}, {"rl": CURVE})
     data = (tmp_path / "rl_curve.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", data[16:24]) == (960, 540)
@@ -79,7 +86,7 @@ def test_a_report_without_a_curve_needs_no_matplotlib(tmp_path, monkeypatch):
     build_report(tmp_path, "run", {"Cost": COST})
     assert not (tmp_path / "rl_curve.png").exists()
     with pytest.raises(ConfigError, match=r"glm5\[report\]"):
-        build_report(tmp_path, "run", {"Cost": COST}, CURVE)
+        build_report(tmp_path, "run", {"Cost": COST}, {"rl": CURVE})
     with pytest.raises(ConfigError, match=r"glm5\[report\]"):
         require_matplotlib()
 
@@ -105,7 +112,10 @@ def test_numbers_are_written_for_people(value, unit, text):
 
 def test_names_are_matched_part_by_part():
     assert describe("wall_s.run") != describe("wall_s.pretrain") != ""
-    assert describe("pass_at_1.rl.mean") == "the same after reinforcement learning"
+    assert describe("pass_at_1.rl.shell") == "the same after agentic reinforcement learning"
+    assert describe("pass_at_1.rl.mean") == "unweighted mean over the tasksets of the stage"
+    assert describe("reasoning.staleness.0") == "trained episodes of an RL stage by age in trainer steps"
+    assert describe("lost.distill.maths").startswith("pass@1 of the best teacher")
     assert describe("episodes.infra_error") == "RL episodes by what became of them"
     assert describe("wall_s.a.b") == "" and describe("xwall_s.run") == ""
 

@@ -29,6 +29,12 @@ def test_shares_intervals_and_their_mean():
     assert (rows["pass_at_1.sft.mean"]["low"], rows["pass_at_1.sft.mean"]["high"]) == (mean.low, mean.high)
 
 
+def test_the_mean_may_be_that_of_some_tasksets():
+    records = episodes("shell", [1.0, 0.0]) + episodes("repair", [1.0, 1.0]) + episodes("maths", [0.0, 0.0])
+    rows = by_name(pass_at_1_rows("rl", records, mean_of=("shell", "repair")))
+    assert rows["pass_at_1.rl.mean"]["value"] == pytest.approx(0.75) and rows["pass_at_1.rl.maths"]["value"] == 0.0
+
+
 def test_what_was_not_measured_is_excluded_and_counted():
     records = (episodes("shell", [1.0, 0.0]) + episodes("shell", [None, 0.0], "infra_error", 10)
                + episodes("shell", [None], "ok", 20) + episodes("shell", [0.0], "truncated", 30)

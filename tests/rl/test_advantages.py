@@ -3,7 +3,6 @@ import math
 import pytest
 
 from glm5.rl.advantages import (
-    distillation_advantages,
     gae,
     group_advantages,
     has_signal,
@@ -78,7 +77,3 @@ def test_gae_of_nothing_sampled_is_zero_and_of_unequal_lengths_refused():
 def test_lambda_grows_with_the_length_of_the_episode():
     assert length_adaptive_lambda(40, 0.05) == pytest.approx(0.5)
     assert length_adaptive_lambda(1, 0.05) == 0.0
-
-
-def test_a_teacher_that_likes_a_token_more_than_the_student_raises_it():
-    assert distillation_advantages([-1.0, -3.0, -math.inf], [-2.0, -1.0, -1.0]) == [1.0, -2.0, 0.0]

@@ -5,7 +5,7 @@ import torch
 
 from glm5.records import Sample
 from glm5.rl.config import LossConfig
-from glm5.rl.losses import LOSSES, PolicyTokens, token_coefficients, value_loss
+from glm5.rl.losses import LOSSES, PolicyTokens, teacher_advantages, token_coefficients, value_loss
 
 from .factories import make_trajectory
 
@@ -185,3 +185,20 @@ def test_the_critic_loss_is_the_worse_of_the_clipped_and_the_free_value():
     values = torch.tensor([2.0, 1.2], requires_grad=True)
     loss = value_loss(values, torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25]), 0.5)
     assert loss.item() == pytest.approx(0.5 * (0.5 * 4.0 + 0.25 * 0.04), rel=1e-6)
+
+
+def test_a_teacher_that_likes_a_token_more_than_the_student_raises_it():
+    student = torch.tensor([-2.0, -1.0, -1.0, -1.0], requires_grad=True)
+    advantages = teacher_advantages(torch.tensor([-1.0, -3.0, -math.inf, math.nan]), student)
+    assert advantages.tolist() == [1.0, -2.0, 0.0, 0.0] and not advantages.requires_grad
+
+
+def test_distillation_is_the_reasoning_loss_with_the_teacher_as_advantage():
+    """Student at -2 and -1, teacher at -1 and -3, engine as the student except for a mismatch of 3 on the second: the
+    first token has gradient -(A = 1) * c, the second is dropped."""
+    theta = [-2.0, -1.0]
+    advantages = teacher_advantages(torch.tensor([-1.0, -3.0]), torch.tensor(theta)).tolist()
+    result, gradient = run("icepop", theta, mu=[-2.0, -1.0 - math.log(3.0)], advantages=advantages,
+                           coefficients=[0.5, 0.5], beta=2.0)
+    assert gradient == pytest.approx([-0.5, 0.0])
+    assert result.high.tolist() == [False, True]

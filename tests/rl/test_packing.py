@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -53,3 +55,12 @@ def test_positions_restart_with_every_sample_and_padding_has_no_document():
 def test_the_longest_sample_sets_the_row_length_even_beyond_the_limit():
     parts = micro_batches(make_batch([9, 2, 2]), 4)
     assert [tuple(part.ids_BT.shape) for part in parts] == [(1, 9), (2, 2)]
+
+
+def test_tokens_carry_their_turn_and_their_teacher():
+    batch = make_batch([4, 4])
+    first = dataclasses.replace(batch.samples[0], token_credits=[0.0, 0.5, 0.0, -0.25],
+                                teacher_logprobs=[0.0, -3.0, -4.0, -5.0])
+    (part,) = micro_batches(dataclasses.replace(batch, samples=[first, batch.samples[1]]), 100)
+    assert part.advantages.tolist() == [0.5, -0.25, 1.0, 1.0]
+    assert part.teacher[:2].tolist() == [-3.0, -5.0] and part.teacher[2:].isnan().all()

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from glm5.model.checkpoint import load_model
-from glm5.rl.config import RLConfig
+from glm5.rl.config import LossConfig, RLConfig
+from glm5.rl.credit import TeacherConfig
 from glm5.rl.launch.local import RolloutStack
 from glm5.rl.ledger import Ledger
 from glm5.rl.operation import WeightsConfig
@@ -66,6 +67,20 @@ def test_a_run_trains_publishes_and_balances_its_books(coin, checkpoint, tmp_pat
     assert ("weights_broadcast" in {event["kind"] for event in events}) == (transport == "collective")
     assert {span.name for span in read_spans(tmp_path / "run")} >= {"train", "publish", "wait for a batch"}
     assert [item["step"] for item in read_transcripts(tmp_path / "run", 3)] == [3, 3]
+
+
+@pytest.mark.slow
+def test_a_run_is_distilled_from_a_teacher(coin, checkpoint, tmp_path):
+    """Groups of one, none dropped for its reward; the teacher is where the student started."""
+    config = dataclasses.replace(
+        CONFIG, tasksets={}, group_size=1, groups_per_batch=6, reset_optimizer=True, loss=LossConfig(kind="icepop"),
+        teachers={"start": TeacherConfig(checkpoint=str(checkpoint), tasksets={"coin": 1.0})})
+    run_rl(config, tmp_path / "run", checkpoint)
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [record["samples"] for record in records] == [6, 6, 6]
+    assert abs(records[0]["teacher_kl"]) < 1e-3  # student and teacher are still the same
+    rows = {row["name"]: row["value"] for row in summary_rows(tmp_path / "run")}
+    assert rows["ledger.violations"] == rows["groups.dropped.zero_variance"] == 0 and rows["groups.acked"] == 18
 
 
 @pytest.mark.slow

@@ -25,12 +25,15 @@ def test_rows_come_from_the_ledger_and_the_metrics(tmp_path):
                     "groups.dropped.rollback", "groups.dropped.run_ended", "groups.dropped.stale",
                     "groups.dropped.too_few_valid", "groups.dropped.unknown_version", "groups.reused",
                     "ledger.violations", "payload_bytes.file", "payload_bytes.removed"}
-    assert rows.pop("payload_bytes.database") > 0
-    assert {name: value for name, value in rows.items() if value} == {
+    assert rows["payload_bytes.database"] > 0
+    assert {name: value for name, value in rows.items() if value and not name.startswith("payload_bytes.")} == {
         "busy.trainer": 0.25, "busy.engine": 0.875, "tokens_per_s.rl": 200.0, "episodes.trained": 4,
         "episodes.zero_variance": 2, "groups.acked": 1, "groups.dropped": 1, "groups.dropped.zero_variance": 1,
         "staleness.1": 4}
     assert reward_curve(tmp_path) == [(1, 0.5)]
+    named = {row["name"]: row["value"] for row in summary_rows(tmp_path, "reasoning")}
+    assert named["reasoning.busy.trainer"] == 0.25 and named["tokens_per_s.reasoning"] == 200.0
+    assert len(named) == len(rows) and not rows.keys() & named.keys()
 
 
 def test_a_directory_without_a_ledger_is_one_line(tmp_path):

@@ -201,3 +201,21 @@ def test_a_state_of_another_configuration_is_refused_by_name():
     state["adamw.exp_avg.lm_head.weight"] = torch.zeros(1)
     with pytest.raises(CheckpointError, match=r"adamw\.exp_avg\.lm_head\.weight"):
         build_optimizer(model, OptimizerConfig()).load_state_dict(state)
+
+
+def test_a_reset_optimizer_steps_like_a_new_one():
+    """Same weights, same gradients: after a reset the update is the first of a fresh optimizer."""
+    used, fresh = tiny_model(), tiny_model()
+    optimizer = build_optimizer(used, OptimizerConfig())
+    for seed in (1, 2):
+        random_gradients(used, seed)
+        optimizer.step()
+    with torch.no_grad():
+        for parameter, start in zip(used.parameters(), fresh.parameters(), strict=True):
+            parameter.copy_(start)
+    optimizer.reset()
+    for model, steps in ((used, optimizer), (fresh, build_optimizer(fresh, OptimizerConfig()))):
+        random_gradients(model, 3)
+        steps.step()
+    for mine, other in zip(used.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(mine, other)

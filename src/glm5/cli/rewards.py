@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ def reward_train(config: Path, run_dir: Annotated[Path | None, typer.Option(help
     """Train a reward model, or the policy itself (objective = "dpo"), from preference pairs; its accuracy on held-out
     pairs. Continues from its newest complete checkpoint."""
     from glm5.config import load_config
+    from glm5.eval.suites.preferences import accuracy_row
     from glm5.train.preference_config import PreferenceConfig
     from glm5.train.preferences import held_out_result, run_preferences
 
@@ -24,15 +25,6 @@ def reward_train(config: Path, run_dir: Annotated[Path | None, typer.Option(help
     final = run_preferences(loaded, directory)
     print_results(f"reward train {loaded.name}", [accuracy_row(loaded.name, *held_out_result(directory))], as_json,
                   checkpoint=str(final))
-
-
-def accuracy_row(name: str, right: int, pairs: int) -> dict[str, Any]:
-    """Result row ``accuracy.NAME``: the share of held-out pairs whose better answer has the higher score."""
-    from glm5.eval.statistics import wilson_interval
-
-    interval = wilson_interval(right, pairs)
-    return {"name": f"accuracy.{name}", "value": interval.value, "unit": "fraction", "n": pairs, "low": interval.low,
-            "high": interval.high}
 
 
 def reward_serve(directory: Path, host: Host = "127.0.0.1", port: Port = 8400, ready_file: ReadyFile = None,

@@ -24,6 +24,11 @@ BUILT_IN = {
     "calculator": "glm5.env.tasksets.calculator:Calculator",
     "shell": "glm5.env.tasksets.shell:Shell",
     "repair": "glm5.env.tasksets.repair:Repair",
+    "maths": "glm5.env.tasksets.maths:Maths",
+    "science": "glm5.env.tasksets.science:Science",
+    "code": "glm5.env.tasksets.code:Code",
+    "python": "glm5.env.tasksets.python:Python",
+    "gym": "glm5.env.tasksets.gym:Gym",
     "writing": "glm5.env.tasksets.writing:Writing",
 }
 """What this distribution's entry points say, for a source tree that was not installed."""

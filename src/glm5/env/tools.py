@@ -71,6 +71,18 @@ def used_tool(messages: list[Message]) -> float:
     return float(any(message.get("tool_calls") for message in messages))
 
 
+def progress_reward(messages: list[Message], result: str, value: float = 0.5) -> dict[str, float]:
+    """A reward inside the episode, as the part ``turn.K``: turn K is the first whose tool gave exactly ``result``;
+    empty when none did."""
+    turn = -1
+    for message in messages:
+        if message.get("role") == "assistant":
+            turn += 1
+        elif message.get("role") == "tool" and message.get("content") == result:
+            return {f"turn.{turn}": value}
+    return {}
+
+
 def evaluate(expression: str) -> int:
     """Value of an integer expression with + - * // % and parentheses. Raises ToolError for anything else.
 

@@ -4,7 +4,7 @@ A result file is one JSON object ``{"command", "commit", "hardware", "rows"}``; 
 and, where they apply, ``n low high baseline ratio goal met``. Names are dotted and stable; ``ROW_NAMES`` says what each
 means. Commands may pass rows as ``Row`` or as plain objects of this form; unknown keys are refused either way.
 
-``build_report`` writes ``report.json``, ``report.md`` and ``rl_curve.png`` into a run directory.
+``build_report`` writes ``report.json``, ``report.md`` and a ``NAME_curve.png`` per RL stage into a run directory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from glm5.eval.figures import Series, draw_lines
 from glm5.eval.provenance import commit, hardware
 from glm5.runlog import write_atomic
 
-CURVE_FILE = "rl_curve.png"
 ROW_NAMES = {
     "bpb.initial": "bits per byte of held-out files, before pre-training",
     "bpb.final": "bits per byte of held-out files, after pre-training",
@@ -30,9 +29,14 @@ ROW_NAMES = {
     "loss.dense": "held-out loss with dense attention, after sparse training",
     "loss.sparse": "held-out loss with sparse attention, after sparse training",
     "mtp.acceptance_length": "tokens kept per verification of drafted tokens, the model's own token included",
+    "pass_at_1.sft.mean": "unweighted mean over the tasksets of the agentic stage",
     "pass_at_1.sft.NAME": "share of held-out tasks of a taskset solved at the first attempt, after SFT",
-    "pass_at_1.rl.NAME": "the same after reinforcement learning",
-    "pass_at_1.STAGE.mean": "unweighted mean over the tasksets",
+    "pass_at_1.STAGE.mean": "unweighted mean over the tasksets of the stage",
+    "pass_at_1.rl.NAME": "the same after agentic reinforcement learning",
+    "pass_at_1.distill.NAME": "the same after distillation",
+    "pass_at_1.general.NAME": "the same after general reinforcement learning",
+    "accuracy.NAME": "share of held-out preference pairs whose better answer has the higher score",
+    "lost.STAGE.NAME": "pass@1 of the best teacher of a taskset minus that after the stage",
     "pass_at_1.LABEL.NAME": "share of tasks of a taskset solved at the first attempt",
     "excluded.LABEL.REASON": "evaluated episodes that count for nothing, by reason",
     "wall_s.run": "seconds of the whole run, all attempts together",
@@ -41,6 +45,15 @@ ROW_NAMES = {
     "peak_rss_bytes": "largest resident memory of all processes of the run together",
     "steps.MODE": "RL steps of a mode",
     "speedup": "wall time of the synchronous run over that of the asynchronous one, same number of steps",
+    "STAGE.busy.trainer": "share of the time of an RL stage in which the trainer computed",
+    "STAGE.busy.engine": "share of the time of an RL stage in which the engine computed",
+    "STAGE.episodes.REASON": "episodes of an RL stage by what became of them",
+    "STAGE.groups.reused": "how often a group of an RL stage that had been trained was trained again",
+    "STAGE.groups.STATE": "groups of an RL stage by state",
+    "STAGE.groups.dropped.REASON": "groups of an RL stage that were not trained, by reason",
+    "STAGE.staleness.STEPS": "trained episodes of an RL stage by age in trainer steps",
+    "STAGE.ledger.violations": "broken invariants of the ledger of an RL stage",
+    "STAGE.payload_bytes.PLACE": "compressed bytes of recorded tokens of an RL stage by where they are",
     "busy.trainer": "share of the RL time in which the trainer computed",
     "busy.engine": "share of the RL time in which the engine computed",
     "episodes.REASON": "RL episodes by what became of them",
@@ -109,23 +122,25 @@ def results_object(command: str, rows: Sequence[AnyRow]) -> dict[str, Any]:
 
 
 def build_report(run_dir: Path, command: str, sections: Mapping[str, Sequence[AnyRow]],
-                 curve: Sequence[Mapping[str, Any]] = ()) -> Path:
+                 curves: Mapping[str, Sequence[Mapping[str, Any]]] | None = None) -> Path:
     """Write the report of a run; the path of ``report.md``.
 
-    ``sections``: title → rows, in order. ``curve``: metric records of RL; their keys ``reward`` and ``reward.NAME``
-    over ``step`` become ``rl_curve.png``. Raises ConfigError when there is a curve and matplotlib is missing.
+    ``sections``: title → rows, in order. ``curves``: name of an RL stage → its metric records, whose keys ``reward``
+    and ``reward.NAME`` over ``step`` become ``NAME_curve.png``. Raises ConfigError when there is a curve and matplotlib
+    is missing.
     """
     rows = {title: [read_row(row) for row in items] for title, items in sections.items()}
     results = results_object(command, [row for items in rows.values() for row in items])
-    series = reward_series(curve)
-    if series:
-        draw_lines(run_dir / CURVE_FILE, series, "Reward during reinforcement learning", "step", "mean reward")
+    figures = []
+    for name, records in (curves or {}).items():
+        series = reward_series(records)
+        if series:
+            draw_lines(run_dir / f"{name}_curve.png", series, f"Reward during {name}", "step", "mean reward")
+            figures.append(f"![Reward during {name}]({name}_curve.png)")
     parts = [f"# Report: {command}", f"Commit {results['commit']}. {results['hardware']}."]
     for title, items in rows.items():
         parts += [f"## {title}", _section(items)]
-    if series:
-        parts.append(f"![Reward during reinforcement learning]({CURVE_FILE})")
-    parts += ["## Names", _glossary([row for items in rows.values() for row in items])]
+    parts += [*figures, "## Names", _glossary([row for items in rows.values() for row in items])]
     write_atomic(run_dir / "report.json", json.dumps(results, indent=1) + "\n")
     write_atomic(run_dir / "report.md", "\n\n".join(parts) + "\n")
     return run_dir / "report.md"
@@ -189,7 +204,7 @@ def read_results(path: str | Path) -> dict[str, Any]:
 
 def _section(rows: Sequence[Row]) -> str:
     """Table of a section; counts by staleness become a histogram below it."""
-    ages = [row for row in rows if re.fullmatch(r"staleness\.\d+", row.name)]
+    ages = [row for row in rows if re.fullmatch(r"(.+\.)?staleness\.\d+", row.name)]
     others = [row for row in rows if row not in ages]
     parts = [_markdown_table(others)] if others else []
     if ages:
@@ -217,10 +232,10 @@ def _markdown_table(rows: Sequence[Row]) -> str:
 def _histogram(rows: Sequence[Row]) -> str:
     total = sum(row.value or 0 for row in rows)
     lines = ["| staleness (steps) | episodes | share | |", "|---|---|---|---|"]
-    for row in sorted(rows, key=lambda item: int(item.name.partition(".")[2])):
+    for row in sorted(rows, key=lambda item: int(item.name.rpartition(".")[2])):
         share = (row.value or 0) / total if total else 0.0
         bar = "█" * round(40 * share)
-        lines.append(f"| {row.name.partition('.')[2]} | {format_value(row.value, row.unit)} | {share:.1%} | {bar} |")
+        lines.append(f"| {row.name.rpartition('.')[2]} | {format_value(row.value, row.unit)} | {share:.1%} | {bar} |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Advantages: group-relative, of turns, from a critic, from a teacher. Pure functions in float64.
+"""Advantages: group-relative, of turns, from a critic. Pure functions in float64.
 
 float64 because 1.0 - mean of equal rewards must be exactly 0 or close to it: divided by a standard deviation, rounding
 would otherwise become signal.
@@ -10,12 +10,14 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-GroupAdvantage = Literal["mean", "mean_std", "leave_one_out"]
+EpisodeAdvantage = Literal["mean", "mean_std", "leave_one_out"]
+GroupAdvantage = Literal[EpisodeAdvantage, "turn", "critic"]
+"""``turn``: ``turn_advantages`` instead of ``group_advantages``; ``critic``: ``gae`` with the values of a critic."""
 ZERO_VARIANCE = 1e-6
 """Rewards of a group that differ by no more than this carry no signal; also what keeps divisors above 0."""
 
 
-def group_advantages(rewards: Sequence[float], kind: GroupAdvantage = "mean") -> list[float]:
+def group_advantages(rewards: Sequence[float], kind: EpisodeAdvantage = "mean") -> list[float]:
     """Advantages of the episodes of one group; a padded group passes the repeated rewards too.
 
     ``mean``: ``r - mean(r)`` (GLM-5 agentic RL; Dr. GRPO). ``mean_std``: that over the unbiased standard deviation
@@ -84,15 +86,6 @@ def gae(rewards: Sequence[float], values: Sequence[float], loss_mask: Sequence[b
 def length_adaptive_lambda(sampled_tokens: int, alpha: float) -> float:
     """``1 - 1 / (alpha * L)``: the longer the episode, the further its reward reaches back (VAPO, arXiv:2504.05118)."""
     return max(0.0, 1.0 - 1.0 / (alpha * max(sampled_tokens, 1)))
-
-
-def distillation_advantages(teacher: Sequence[float], student: Sequence[float]) -> list[float]:
-    """On-policy distillation (GLM-5 report section 12): ``log pi_teacher - log pi_student`` of each sampled token.
-
-    The teacher's log-probs come from its engine, the student's from the trainer. Values that are not finite give 0.
-    """
-    differences = (above - below for above, below in zip(teacher, student, strict=True))
-    return [value if math.isfinite(value) else 0.0 for value in differences]
 
 
 def _discounted(rewards: Sequence[float], gamma: float) -> list[float]:

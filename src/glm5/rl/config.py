@@ -1,4 +1,4 @@
-"""Configuration of a reinforcement-learning run: what ``configs/<size>/rl.toml`` may say. No torch here.
+"""Configuration of a reinforcement-learning run: what ``configs/<size>/rl.toml`` and its like may say. No torch here.
 
 One unit for sizes: groups. A batch is ``groups_per_batch`` groups of ``group_size`` episodes, a step trains one batch.
 """
@@ -6,7 +6,8 @@ One unit for sizes: groups. A batch is ``groups_per_batch`` groups of ``group_si
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,8 @@ from glm5.config import build_config, load_config, require_at_least
 from glm5.device import AUTO
 from glm5.env.rewards.config import RewardConfig
 from glm5.errors import ConfigError
+from glm5.rl.advantages import GroupAdvantage
+from glm5.rl.credit import CriticConfig, TeacherConfig, prompt_mixture
 from glm5.rl.operation import ObservationConfig, SupervisionConfig, WeightsConfig
 from glm5.train.config import OptimizerConfig, ScheduleConfig
 
@@ -151,8 +154,11 @@ class RLConfig:
     """Name of the run."""
     init: str = "stage:sft"
     """A checkpoint directory, or ``stage:NAME``: the final checkpoint of run NAME beside this one."""
-    tasksets: dict[str, float]
-    """Tasksets to practise and their shares of the groups, for example ``{calculator = 1.0, shell = 2.0}``."""
+    tasksets: dict[str, float] = field(default_factory=dict)
+    """Tasksets to practise and their shares of the groups, for example ``{calculator = 1.0, shell = 2.0}``; with
+    teachers those of the teachers."""
+    teachers: dict[str, TeacherConfig] = field(default_factory=dict)
+    """Cross-stage distillation: the advantage of a token is what its episode's teacher thinks of it."""
     mode: Literal["async", "sync", "offline"] = "async"
     """``async``: episodes run while the trainer steps. ``sync``: the same code with pacing and staleness 0.
     ``offline``: no episodes run; ``replay.source`` is trained on."""
@@ -172,8 +178,13 @@ class RLConfig:
     """Steps between weight publications (async; sync publishes every step)."""
     loss: LossConfig = field(default_factory=LossConfig)
     """Policy loss."""
-    advantage: Literal["mean", "mean_std", "leave_one_out"] = "mean"
-    """How the rewards of a group become advantages."""
+    advantage: GroupAdvantage = "mean"
+    """How rewards become advantages: of the episodes of a group, of turns (``turn``), or, without comparing, of tokens
+    (``critic``); unused with teachers."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """advantage = "critic": the value model."""
+    reset_optimizer: bool = False
+    """Forget the moments of the optimizer after each weight publication (GLM-5 report, agentic RL)."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Choice of tasks and automatic shares."""
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
@@ -245,6 +256,8 @@ class RLConfig:
     """What is shown while the run goes on."""
 
     def __post_init__(self) -> None:
+        if self.teachers:
+            object.__setattr__(self, "tasksets", prompt_mixture(self.tasksets, self.teachers))
         self._check_rewards()
         if not self.tasksets or any(ratio <= 0 for ratio in self.tasksets.values()):
             raise ConfigError(f"tasksets={self.tasksets}: name at least one taskset with a share above 0")
@@ -255,7 +268,8 @@ class RLConfig:
                           max_attempts=self.max_attempts, checkpoint_every=self.checkpoint_every,
                           keep_checkpoints=self.keep_checkpoints, trainer_threads=self.trainer_threads,
                           engine_threads=self.engine_threads, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
-        require_at_least(2, group_size=self.group_size, max_context=self.max_context)
+        require_at_least(2 if self.compares_episodes else 1, group_size=self.group_size)
+        require_at_least(2, max_context=self.max_context)
         for name, value in (("temperature", self.temperature), ("episode_timeout_s", self.episode_timeout_s),
                             ("stall_minutes", self.stall_minutes)):
             if value <= 0:
@@ -263,6 +277,9 @@ class RLConfig:
         if (self.mode == "offline") != bool(self.replay.source):
             raise ConfigError(f'mode={self.mode!r}, replay.source={self.replay.source!r}: mode "offline" and a source '
                               "need each other; give both or neither")
+        if self.mode == "offline" and self.teachers:
+            raise ConfigError('mode="offline" with teachers: distillation needs episodes of the student itself; leave '
+                              "one of them out")
         needed = self.pacing_eta + self.publish_every - 1
         if self.mode == "async" and self.max_staleness < needed:
             raise ConfigError(f"max_staleness={self.max_staleness} is below pacing_eta + publish_every - 1 = {needed}: "
@@ -280,6 +297,28 @@ class RLConfig:
         if self.anchors_per_group and (self.temperature != 1 or self.enable_thinking):
             raise ConfigError("anchors_per_group needs temperature = 1 and enable_thinking = false: anchors are scored "
                               "by the policy as it is and have no reasoning")
+
+    @property
+    def comparison(self) -> GroupAdvantage | None:
+        """How the episodes of a group are compared; None with teachers, where every episode teaches by itself."""
+        return None if self.teachers else self.advantage
+
+    @property
+    def compares_episodes(self) -> bool:
+        """Whether equal rewards leave nothing to learn."""
+        return self.comparison not in (None, "critic")
+
+    def for_evaluation(self, tasksets: Iterable[str]) -> RLConfig:
+        """The same limits of episodes, for other tasksets under their own verifiers: nothing is compared, blended,
+        answered by an anchor or distilled."""
+        return replace(self, tasksets=dict.fromkeys(tasksets, 1.0), teachers={}, group_size=max(self.group_size, 2),
+                       rewards={}, reward_model="", anchors_per_group=0)
+
+    @property
+    def screened(self) -> int:
+        """Episodes of a group that start first: all, unless groups are screened by their rewards."""
+        by_reward = self.curriculum.screen if self.compares_episodes and self.advantage != "turn" else 0
+        return min(by_reward or self.group_size, self.group_size)
 
     @property
     def eta(self) -> int:

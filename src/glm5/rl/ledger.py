@@ -68,9 +68,10 @@ class Ledger:
     """One connection to ``ledger.sqlite``, made when missing. Use each object from one thread."""
 
     def __init__(self, path: str | Path, *, max_staleness: int, pad_groups: bool,
-                 config: LedgerConfig | None = None, replay: ReplayConfig | None = None) -> None:
+                 advantage: GroupAdvantage | None = "mean", config: LedgerConfig | None = None,
+                 replay: ReplayConfig | None = None) -> None:
         self._path = Path(path)
-        self._max_staleness, self._pad_groups = max_staleness, pad_groups
+        self._max_staleness, self._pad_groups, self._advantage = max_staleness, pad_groups, advantage
         self._replay = replay or ReplayConfig()
         with self._explained():
             self._db = connect(path)
@@ -83,7 +84,7 @@ class Ledger:
         """The ledger of a run."""
         replay = config.replay if config.mode != "offline" else dataclasses.replace(config.replay, max_age=NO_BOUND)
         return cls(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups,
-                   config=config.ledger, replay=replay)
+                   advantage=config.comparison, config=config.ledger, replay=replay)
 
     def close(self) -> None:
         """Close the connection; further calls fail."""
@@ -188,8 +189,7 @@ class Ledger:
         """Groups that wait for the trainer, stale ones included."""
         return int(self._db.execute("SELECT number FROM group_counts WHERE state = 'ready'").fetchone()[0])
 
-    def lease(self, batch_groups: int, trainer_step: int, advantage: GroupAdvantage = "mean", *,
-              reuse: int = 0, fill: bool = False) -> LeasedBatch | None:
+    def lease(self, batch_groups: int, trainer_step: int, *, reuse: int = 0, fill: bool = False) -> LeasedBatch | None:
         """Hand out the ``batch_groups`` oldest ready groups, or None when there are fewer.
 
         At most ``reuse`` groups of earlier batches join them, the least used first, then the newest, as ``replay``
@@ -222,7 +222,7 @@ class Ledger:
             self._db.executemany("INSERT INTO leases VALUES (?, ?, ?)",
                                  [*((batch_id, group_id, 0) for group_id in fresh),
                                   *((batch_id, group_id, 1) for group_id in reused)])
-            return self._load_batch(batch_id, trainer_step, fresh, reused, advantage)
+            return self._load_batch(batch_id, trainer_step, fresh, reused)
 
     def _reusable_groups(self, wanted: int, trainer_step: int) -> list[str]:
         """At most so many groups of earlier batches that may be trained again."""
@@ -345,7 +345,7 @@ class Ledger:
                    keep_equal: bool) -> Admission:
         if any(is_measured(episode) and span is None for episode, span in zip(finals, spans, strict=True)):
             return Admission("unknown_version", [0] * len(finals))
-        return admit(finals, lambda episode: episode.episode_id in stale, self._pad_groups, keep_equal)
+        return admit(finals, lambda episode: episode.episode_id in stale, self._pad_groups, self._advantage, keep_equal)
 
     def _insert_episode(self, episode: Episode, payloads: dict[str, bytes], slot: int, *, final: bool, excluded: str,
                         multiplicity: int, span: tuple[int, int] | None) -> None:
@@ -360,8 +360,7 @@ class Ledger:
         self._db.execute("UPDATE batches SET state = 'acked', acked_step = ? WHERE state = 'leased' AND batch_id <= ?",
                          (step, batch_id))
 
-    def _load_batch(self, batch_id: int, trainer_step: int, fresh: Sequence[str], reused: Sequence[str],
-                    advantage: GroupAdvantage) -> LeasedBatch:
+    def _load_batch(self, batch_id: int, trainer_step: int, fresh: Sequence[str], reused: Sequence[str]) -> LeasedBatch:
         samples: list[Sample] = []
         staleness: dict[str, int] = {}
         episodes = 0
@@ -370,7 +369,7 @@ class Ledger:
                 f"SELECT {EPISODE_COLUMNS}, multiplicity, episodes.min_step FROM episodes JOIN groups USING (group_id) "
                 "WHERE group_id = ? AND multiplicity > 0 ORDER BY slot", (group_id,)).fetchall()
             new = group_samples([episode_of_row(row, self._files) for row in rows], [row[-2] for row in rows],
-                                advantage)
+                                self._advantage)
             oldest = {row[0]: row[-1] for row in rows}
             staleness |= {sample.sample_id: trainer_step - oldest[sample.episode_id] for sample in new}
             samples += new

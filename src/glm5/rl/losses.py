@@ -142,6 +142,16 @@ def token_coefficients(samples: Sequence[Sample], episodes: int) -> list[float]:
     return [sample.weight / sum(sample.trajectory.loss_mask) / episodes for sample in samples]
 
 
+def teacher_advantages(teacher: Tensor, student: Tensor) -> Tensor:
+    """On-policy distillation (GLM-5 report section 12): ``log pi_teacher - log pi_student`` of each sampled token [M],
+    without gradient.
+
+    The teacher's log-probs come from its engine, the student's from the trainer. Values that are not finite give 0.
+    """
+    difference = teacher - student.detach()
+    return torch.where(torch.isfinite(difference), difference, 0.0)
+
+
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, coefficients: Tensor, clip: float) -> Tensor:
     """Critic loss ``sum of c/2 * max((V - R)^2, (clip(V, V_old ± clip) - R)^2)``, all fp32 [M]; a scalar."""
     clipped = old_values + (values - old_values).clamp(-clip, clip)

@@ -21,10 +21,9 @@ from glm5.records import episode_from_json
 from glm5.rl.admission import sampled_versions
 from glm5.rl.ledger import LeasedBatch, Ledger
 from glm5.rl.replay import EpisodeFilter, LedgerEpisode, read_episodes
-from glm5.rl.trainer import StepResult, Trainer, policy_step
+from glm5.rl.trainer import StepResult, Trainer
 from glm5.runlog import progress_bar
 from glm5.train.checkpoint import latest_checkpoint
-from glm5.train.schedules import lr_factor
 
 _FATE = {item.name for item in dataclasses.fields(LedgerEpisode)} - {"episode"}
 
@@ -94,8 +93,7 @@ class OfflineTrainer(Trainer):
         tokens_before = self.state.tokens
         with progress_bar(self.config.name, self.config.steps) as bar:
             while not self._is_finished():
-                batch = self._ledger.lease(self.config.groups_per_batch, self.state.step, self.config.advantage,
-                                           fill=True)
+                batch = self._ledger.lease(self.config.groups_per_batch, self.state.step, fill=True)
                 if batch is None:
                     break
                 self._step(batch)
@@ -112,8 +110,7 @@ class OfflineTrainer(Trainer):
 
     def _step(self, batch: LeasedBatch) -> None:
         started = time.monotonic()
-        result = policy_step(self._model, self._optimizer, batch, self.config,
-                             lr_factor(self.config.schedule, self.state.step, self.config.steps))
+        result = self._update(batch)
         self._last_batch = batch.batch_id
         self.state = dataclasses.replace(
             self.state, step=self.state.step + 1, tokens=self.state.tokens + result.tokens,

@@ -82,10 +82,11 @@ class Orchestrator:
         self._log = RunLog(run_dir)
         self._ledger = Ledger.of_run(config, run_dir)
         self.registry = Registry(config.breaker)
-        self._picker = RatioPicker(config.tasksets, config.curriculum.balance)
+        # where rewards are not compared, whether they differ says nothing about a taskset
+        self._picker = RatioPicker(config.tasksets, config.curriculum.balance if config.compares_episodes else 1.0)
         self._curriculum = Curriculum(config.curriculum)
         self._task_ids: dict[str, deque[tuple[int, str]]] = {taskset: deque() for taskset in config.tasksets}
-        self._screened = min(config.curriculum.screen or config.group_size, config.group_size)
+        self._screened = config.screened
         self._slots = asyncio.Semaphore(config.concurrency)
         self._groups: set[asyncio.Task[None]] = set()
         self._attempts: set[_Attempt] = set()

@@ -11,6 +11,7 @@ Letters: B rows, T tokens of a row, M sampled tokens of the micro-batch.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,9 @@ class MicroBatch:
     behaviour: Tensor
     """Fp32 [M]: log-probs recorded by the engine."""
     advantages: Tensor
-    """Fp32 [M]."""
+    """Fp32 [M]; under a critic rewards, from which it makes advantages."""
+    teacher: Tensor
+    """Fp32 [M]: log-probs of the teacher, NaN where there is none."""
     coefficients: Tensor
     """Fp32 [M]: weight of each token in the loss of the whole batch."""
     samples: Tensor
@@ -92,7 +95,7 @@ def _pack(batch: LeasedBatch, coefficients: Sequence[float], rows: Sequence[Sequ
     documents_BT = torch.full_like(ids_BT, -1)
     predictors: list[int] = []
     labels: list[int] = []
-    floats: list[tuple[float, float, float]] = []
+    floats: list[tuple[float, float, float, float]] = []
     staleness: list[int] = []
     owners: list[int] = []
     for row, members in enumerate(rows):
@@ -106,11 +109,14 @@ def _pack(batch: LeasedBatch, coefficients: Sequence[float], rows: Sequence[Sequ
             sampled = [t for t, on in enumerate(trajectory.loss_mask) if on]
             predictors += [row * length + start + t - 1 for t in sampled]
             labels += [trajectory.ids[t] for t in sampled]
-            floats += [(trajectory.logprobs[t], sample.advantage, coefficients[index]) for t in sampled]
+            advantages = sample.token_credits or [sample.advantage] * len(trajectory.ids)
+            teacher = sample.teacher_logprobs or [math.nan] * len(trajectory.ids)
+            floats += [(trajectory.logprobs[t], advantages[t], teacher[t], coefficients[index]) for t in sampled]
             staleness += [batch.staleness[sample.sample_id]] * len(sampled)
             owners += [index] * len(sampled)
             start = end
-    behaviour, advantages, weights = torch.tensor(floats, dtype=torch.float32).unbind(1)
+    behaviour, advantage, teacher_logprobs, weight = (
+        column.contiguous() for column in torch.tensor(floats, dtype=torch.float32).unbind(1))
     return MicroBatch(ids_BT, positions_BT, documents_BT, torch.tensor(predictors), torch.tensor(labels),
-                      behaviour.contiguous(), advantages.contiguous(), weights.contiguous(), torch.tensor(owners),
+                      behaviour, advantage, teacher_logprobs, weight, torch.tensor(owners),
                       torch.tensor(staleness), int((documents_BT >= 0).sum()))

@@ -13,12 +13,15 @@ from glm5.rl import audit
 from glm5.rl.schema import reading
 from glm5.runlog import read_jsonl
 
+_SPEED = "tokens_per_s.rl"
 
-def summary_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """Result rows: ``busy.trainer`` and ``busy.engine`` (share of the wall time of the steps), ``tokens_per_s.rl``,
-    ``episodes.FATE``, ``episodes.retried``, ``groups.STATE``, ``groups.reused``, ``payload_bytes.PLACE``,
-    ``groups.dropped.REASON``, ``staleness.AGE`` (trained episodes by age in steps), ``ledger.violations``. Every fate
-    and reason has its row, 0 included. Raises ServiceError without a readable ledger."""
+
+def summary_rows(run_dir: Path, stage: str = "") -> list[dict[str, Any]]:
+    """Result rows, named ``STAGE.…`` where a stage is given (``tokens_per_s.STAGE``): ``busy.trainer`` and
+    ``busy.engine`` (share of the wall time of the steps), ``tokens_per_s.rl``, ``episodes.FATE``,
+    ``episodes.retried``, ``groups.STATE``, ``groups.reused``, ``payload_bytes.PLACE``, ``groups.dropped.REASON``,
+    ``staleness.AGE`` (trained episodes by age in steps), ``ledger.violations``. Every fate and reason has its row, 0
+    included. Raises ServiceError without a readable ledger."""
     with reading(run_dir) as database:
         counts, violations = audit.counts(database), audit.violations(database)
         staleness, payloads = audit.trained_staleness(database), audit.payload_bytes(database)
@@ -28,7 +31,7 @@ def summary_rows(run_dir: Path) -> list[dict[str, Any]]:
     if wall_s:
         rows = [_row("busy.trainer", _total(records, "train_s") / wall_s, "fraction"),
                 _row("busy.engine", _total(records, "engine_busy_s") / wall_s, "fraction"),
-                _row("tokens_per_s.rl", _total(records, "tokens") / wall_s, "tokens/s")]
+                _row(_SPEED, _total(records, "tokens") / wall_s, "tokens/s")]
     fates = dict.fromkeys(audit.FATES, 0) | counts.episodes
     rows += [_row(f"episodes.{fate}", number, "episodes") for fate, number in sorted(fates.items())]
     rows.append(_row("episodes.retried", counts.retried, "episodes"))
@@ -39,6 +42,9 @@ def summary_rows(run_dir: Path) -> list[dict[str, Any]]:
     rows += [_row(f"groups.dropped.{reason}", number, "groups") for reason, number in sorted(reasons.items())]
     rows += [_row(f"staleness.{age}", number, "episodes") for age, number in sorted(staleness.items())]
     rows.append(_row("ledger.violations", len(violations), "invariants"))
+    if stage:
+        for row in rows:
+            row["name"] = f"tokens_per_s.{stage}" if row["name"] == _SPEED else f"{stage}.{row['name']}"
     return rows
 
 

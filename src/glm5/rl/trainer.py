@@ -1,8 +1,8 @@
 """The trainer: leases batches from the ledger, steps, publishes weights, writes checkpoints.
 
-One step: lease → forward over packed samples with sparse attention → log-probs of the sampled tokens → policy loss →
-backward → clip → optimizer. Episodes keep running meanwhile: services are processes, weights are pushed by a thread.
-Indexers, MTP layer and router bias are frozen.
+One step: lease → (teachers score the samples) → forward over packed samples with sparse attention → log-probs of the
+sampled tokens → policy loss → backward → clip → optimizer. Episodes keep running meanwhile: services are processes,
+weights are pushed by a thread. Indexers, MTP layer and router bias are frozen.
 
 Order at a restart-critical point: the checkpoint with the batch ids is on disk before their batches are acked, and a
 version is in the ledger before an engine can sample with it. After a crash at any instruction the next start loads the
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +32,17 @@ from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.process import lock_directory
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
+from glm5.rl.critic import Critic, Together
 from glm5.rl.exporter import exporting
 from glm5.rl.kl import Mismatch
 from glm5.rl.launch.local import RolloutStack
 from glm5.rl.ledger import LeasedBatch, Ledger
-from glm5.rl.losses import LOSSES, PolicyTokens
+from glm5.rl.losses import LOSSES, PolicyTokens, teacher_advantages
 from glm5.rl.packing import micro_batches
 from glm5.rl.push import WeightPusher
 from glm5.rl.spans import Track
 from glm5.rl.supervisor import poll_until
+from glm5.rl.teachers import Teachers, teacher_services
 from glm5.rl.transcripts import write_transcripts
 from glm5.rl.watchdog import Heartbeat
 from glm5.rl.weights import WeightVersion, newest_version, publish, retain
@@ -88,16 +90,17 @@ def run_rl(config: RLConfig, run_dir: Path, init_dir: Path | None = None) -> Pat
         return finished
     resolved = init_dir or resolve_init(config.init, run_dir)
     load_tokenizer(resolved)  # one that is missing or another model's is reported before anything is written
+    teachers = _resolve_teachers(config, run_dir, resolved)
     with lock_directory(run_dir):
-        return _train(config, run_dir, resolved)
+        return _train(config, run_dir, resolved, teachers)
 
 
-def _train(config: RLConfig, run_dir: Path, resolved: Path) -> Path:
+def _train(config: RLConfig, run_dir: Path, resolved: Path, teachers: Mapping[str, Path]) -> Path:
     torch.set_num_threads(config.trainer_threads)
     torch.manual_seed(config.seed)
     from glm5.rl.offline import OfflineTrainer  # here, because it builds on this module
 
-    trainer = (OfflineTrainer if config.mode == "offline" else Trainer)(config, run_dir, resolved)
+    trainer = (OfflineTrainer if config.mode == "offline" else Trainer)(config, run_dir, resolved, teachers)
     try:
         checkpoint = trainer.run()
     finally:
@@ -131,6 +134,15 @@ def resolve_init(init: str, run_dir: Path) -> Path:
     return found
 
 
+def _resolve_teachers(config: RLConfig, run_dir: Path, init_dir: Path) -> dict[str, Path]:
+    """Checkpoint of every teacher. Raises ConfigError when one is missing, CheckpointError when its ids mean other text
+    than the student's."""
+    checkpoints = {name: resolve_init(teacher.checkpoint, run_dir) for name, teacher in config.teachers.items()}
+    for checkpoint in checkpoints.values():
+        require_same_tokenizer(checkpoint, init_dir)
+    return checkpoints
+
+
 def freeze(model: GlmMoeDsaForCausalLM) -> None:
     """Leave only what reinforcement learning trains: everything but the indexers and the MTP layer."""
     mtp_prefix = f"model.layers.{model.config.num_hidden_layers}."
@@ -139,41 +151,55 @@ def freeze(model: GlmMoeDsaForCausalLM) -> None:
 
 
 def policy_step(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, batch: LeasedBatch, config: RLConfig,
-                lr_scale: float) -> StepResult:
-    """One update on ``batch``; nothing changes when loss or gradient is not finite."""
+                lr_scale: float, critic: Critic | None = None) -> StepResult:
+    """One update on ``batch``; nothing changes when loss or gradient is not finite. ``lr_scale`` 0 leaves the policy as
+    it is, for a critic that learns first."""
     optimizer.zero_grad()
+    if critic is not None:
+        critic.begin()
     mismatch = Mismatch()
     policy_loss = LOSSES[config.loss.kind]
-    loss = entropy = 0.0
+    loss = entropy = behind = 0.0
     tokens = padded = 0
     for packed in micro_batches(batch, config.max_tokens_per_microbatch):
         part = packed.to(model.lm_head.weight.device)
         hidden_BTD = model.hidden(part.ids_BT, part.positions_BT, part.documents_BT, attention="sparse").hidden_BTD
         hidden_MD = hidden_BTD.flatten(0, 1)[part.predictors]
         logprobs = token_logprobs(hidden_MD, model.lm_head.weight, part.labels, config.temperature)
+        advantages = part.advantages
+        if config.teachers:
+            advantages = teacher_advantages(part.teacher, logprobs)
+        elif critic is not None:
+            advantages = critic.look(part)
         # one update per batch: the policy is still the old one while its gradient is taken
-        result = policy_loss(PolicyTokens(logprobs, logprobs.detach(), part.behaviour, part.advantages,
-                                          part.coefficients, part.samples), config.loss)
+        result = policy_loss(PolicyTokens(logprobs, logprobs.detach(), part.behaviour, advantages, part.coefficients,
+                                          part.samples), config.loss)
         torch.autograd.backward(result.loss)
         mismatch.add(result, part.staleness)
         loss += float(result.loss.detach())
         entropy += float(token_entropy(hidden_MD.detach(), model.lm_head.weight, config.temperature).sum())
+        behind += float((part.coefficients * advantages).sum())
         tokens += part.tokens
         padded += part.ids_BT.numel()
     norms = optimizer.clip_gradients()
-    if norms.finite:
+    if norms.finite and lr_scale:
         optimizer.step(lr_scale)
     metrics = mismatch.metrics()
     metrics |= {"loss": loss, "grad_norm": norms.main, "entropy": entropy / max(metrics["sampled_tokens"], 1.0),
                 "lr": config.optimizer.lr * lr_scale, "packing": tokens / padded}
+    if config.teachers:
+        metrics["teacher_kl"] = -behind  # of the student from its teachers, on what it sampled
+    if critic is not None:
+        metrics |= critic.step()
     return StepResult(metrics, tokens, norms.finite)
 
 
 class Trainer:
     """One start of a run: model, optimizer, ledger, and the services it keeps alive."""
 
-    def __init__(self, config: RLConfig, run_dir: Path, init_dir: Path) -> None:
+    def __init__(self, config: RLConfig, run_dir: Path, init_dir: Path, teachers: Mapping[str, Path]) -> None:
         self.config, self.run_dir = config, run_dir
+        self._teacher_dirs = teachers
         self._log = RunLog(run_dir)
         self._log.write_config(config)
         start = latest_checkpoint(run_dir)
@@ -184,7 +210,9 @@ class Trainer:
         self._model.config = trained_for(self._model.config, None)
         freeze(self._model)
         self._optimizer = build_optimizer(self._model, config.optimizer)
-        self.state = load_trainer_state(start, self._optimizer) if start else TrainerState()
+        self._critic = self._build_critic(init_dir) if config.comparison == "critic" else None
+        self._learning = Together(self._optimizer, self._critic)
+        self.state = load_trainer_state(start, self._learning) if start else TrainerState()
         self._ledger = Ledger.of_run(config, run_dir)
         self._started = time.monotonic()
         self._elapsed_before = self.state.elapsed_s
@@ -207,13 +235,14 @@ class Trainer:
         published = self._publish()
         self._log.event("rl_started", step=self.state.step, version=published.version, returned_groups=returned)
         stack = RolloutStack(self.config, published.directory, self.run_dir, weight_version=published.version,
-                             orchestrate=True)
+                             orchestrate=True, beside=teacher_services(self.config, self._teacher_dirs))
         with ExitStack() as opened:
             opened.enter_context(self._heartbeat)
             self._writers = opened.enter_context(open_writers(self.config.observation.writers, self.run_dir,
                                                               self.config.name))
             with self._track.span("start", "services"):
                 opened.enter_context(stack)
+            teachers = opened.enter_context(Teachers(self.config, stack.urls_beside, stack.tend))
             if self.config.observation.prometheus_port:
                 opened.enter_context(exporting(self.run_dir, self.config.observation.prometheus_host,
                                                self.config.observation.prometheus_port, stack.heartbeats))
@@ -224,11 +253,11 @@ class Trainer:
             self._ledger.set_progress(self.state.step, published.version)
             self._engine_seen = stack.engine_stats()
             with progress_bar(self.config.name, self.config.steps) as bar:
-                path = self._loop(stack, pusher, bar)
+                path = self._loop(stack, teachers, pusher, bar)
         self._log.event("rl_finished", step=self.state.step, elapsed_s=self.state.elapsed_s)
         return path
 
-    def _loop(self, stack: RolloutStack, pusher: WeightPusher, bar: ProgressBar) -> Path:
+    def _loop(self, stack: RolloutStack, teachers: Teachers, pusher: WeightPusher, bar: ProgressBar) -> Path:
         tokens_before = self.state.tokens
         path = latest_checkpoint(self.run_dir)
         while not self._is_finished():
@@ -237,10 +266,11 @@ class Trainer:
                 batch = self._next_batch(stack)
             if batch is None:
                 break
+            scored_started = time.monotonic()
+            batch = self._scored(teachers, batch)
             train_started = time.monotonic()
             with self._track.span("train"):
-                result = policy_step(self._model, self._optimizer, batch, self.config,
-                                     lr_factor(self.config.schedule, self.state.step, self.config.steps))
+                result = self._update(batch)
             train_s = time.monotonic() - train_started
             self._last_batch = batch.batch_id
             self.state = dataclasses.replace(
@@ -258,12 +288,26 @@ class Trainer:
                 with self._track.span("checkpoint"):
                     path = self._checkpoint()
             self._report(stack, batch, result, {
-                "train_s": train_s, "wait_s": train_started - step_started, "publish_s": publish_s,
+                "train_s": train_s, "wait_s": scored_started - step_started,
+                "teacher_s": train_started - scored_started, "publish_s": publish_s,
                 "step_s": time.monotonic() - step_started})
             bar.advance(self.state.step, self.state.tokens - tokens_before, self._note(batch))
         if path is None or int(path.name) != self.state.step:  # a time limit can end the loop between checkpoints
             path = self._checkpoint()
         return path
+
+    def _build_critic(self, init_dir: Path) -> Critic:
+        trunk = load_model(init_dir, dtype=torch.float32, device=find_device(self.config.device))
+        trunk.config = self._model.config
+        freeze(trunk)
+        return Critic(trunk, self.config.critic)
+
+    def _update(self, batch: LeasedBatch) -> StepResult:
+        """One optimizer step; of the critic alone while it warms up."""
+        step = self.state.step
+        waits = self._critic is not None and step < self.config.critic.warmup_steps
+        return policy_step(self._model, self._optimizer, batch, self.config,
+                           0.0 if waits else lr_factor(self.config.schedule, step, self.config.steps), self._critic)
 
     def _is_finished(self) -> bool:
         elapsed_s = self._elapsed_before + time.monotonic() - self._started
@@ -280,8 +324,7 @@ class Trainer:
             stack.tend()
             self._heartbeat.note()
             if self._ledger.ready_groups() >= self.config.fresh_groups:
-                batch = self._ledger.lease(self.config.fresh_groups, self.state.step, self.config.advantage,
-                                           reuse=self.config.reused_groups)
+                batch = self._ledger.lease(self.config.fresh_groups, self.state.step, reuse=self.config.reused_groups)
                 if batch is not None:
                     return batch
             if self._is_finished():
@@ -289,6 +332,12 @@ class Trainer:
             if time.monotonic() > deadline:
                 raise self._stalled(stack)
             time.sleep(POLL_S)
+
+    def _scored(self, teachers: Teachers, batch: LeasedBatch) -> LeasedBatch:
+        if not self.config.teachers:
+            return batch
+        with self._track.span("wait for scores", "teachers"):
+            return teachers.score(batch)
 
     def _stalled(self, stack: RolloutStack) -> ServiceError:
         counts = self._ledger.counts()
@@ -317,6 +366,8 @@ class Trainer:
         if self.state.step % self.config.publication_interval == 0:
             published = self._publish()
             pusher.submit(published, snapshot(self._model) if pusher.wants_snapshot else None)
+            if self.config.reset_optimizer:
+                self._optimizer.reset()
             if self.config.mode == "sync":
                 self._await_push(stack, pusher, published)
         self._ledger.set_progress(self.state.step, self.state.policy_version)
@@ -333,7 +384,7 @@ class Trainer:
     def _checkpoint(self) -> Path:
         """Write the weights with the ids of the batches in them, then ack those."""
         facts = {"stage": "rl", "name": self.config.name, "parent": self.config.init}
-        path = save_checkpoint(self.run_dir, self.state, self._model, self._optimizer.state_dict(), self._tokenizer_dir,
+        path = save_checkpoint(self.run_dir, self.state, self._model, self._learning.state_dict(), self._tokenizer_dir,
                                facts)
         self._ledger.ack(self._last_batch, self.state.step)
         prune_checkpoints(self.run_dir, self.config.keep_checkpoints)
@@ -370,6 +421,8 @@ class Trainer:
                 for name in ("busy_s", "uptime_s", "generated_tokens", "prefilled_tokens", "cached_tokens")}
 
     def _note(self, batch: LeasedBatch) -> str:
+        if self.config.teachers:
+            return f"version {self.state.policy_version}"
         positive = sum(sample.advantage > 0 for sample in batch.samples)
         return f"version {self.state.policy_version}, {positive}/{len(batch.samples)} better than their group"
 

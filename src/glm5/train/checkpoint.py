@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -31,10 +31,16 @@ from glm5.model.reward import HEAD_FILE
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.runlog import flush_to_disk, remove_directory, replace_directory, temporary_path, write_atomic
 from glm5.tokenizer.fit import tokenizer_sha256
-from glm5.train.optimizers import Optimizer
 
 FORMAT = 1
 _RNG = "rng.torch"
+
+
+class Stateful(Protocol):
+    """What a run continues exactly: an optimizer, or one with what learns beside it."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the tensors of an earlier start. Raises CheckpointError when names or shapes differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +138,7 @@ def prune_checkpoints(run_dir: Path, keep_last: int, keep_steps: frozenset[int] 
             remove_directory(path)
 
 
-def load_trainer_state(checkpoint: Path, optimizer: Optimizer) -> TrainerState:
+def load_trainer_state(checkpoint: Path, optimizer: Stateful) -> TrainerState:
     """Restore ``optimizer`` and torch's random-number state in place; give the counters. Raises CheckpointError."""
     read_meta(checkpoint)
     path = checkpoint / "trainer"

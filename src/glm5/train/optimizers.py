@@ -186,6 +186,10 @@ class Optimizer:
                 group["lr"] = rate * lr_scale
             self._adamw.step()
 
+    def reset(self) -> None:
+        """Forget all moments and step counts, as if no step had been taken."""
+        self.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in self._state().items()})
+
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors that continue the run exactly, named after the parameters; ready for safetensors."""
         return self._state()

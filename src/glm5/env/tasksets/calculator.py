@@ -12,7 +12,7 @@ from typing import Any
 
 from glm5.env.sandbox.base import Sandbox
 from glm5.env.tasks import Message, Solution, Task, ToolError, draw
-from glm5.env.tools import evaluate, final_answer, function_tool, text_argument, used_tool
+from glm5.env.tools import evaluate, final_answer, function_tool, progress_reward, text_argument, used_tool
 
 _WORDINGS: dict[str, tuple[str, ...]] = {
     "add": ("What is {a} plus {b}?", "Add {a} and {b}.", "Tom has {a} nuts and gets {b} more. How many now?"),
@@ -81,9 +81,11 @@ class Calculator:
         return str(evaluate(text_argument(arguments, "expression")))
 
     async def verify(self, task: Task, sandbox: Sandbox | None, messages: list[Message]) -> dict[str, float]:
-        """1 when the final answer is the value, recomputed from the question's expression."""
-        right = final_answer(messages) == str(evaluate(task.data["expression"]))
-        return {"reward": float(right), "used_tool": used_tool(messages)}
+        """1 when the final answer is the value, recomputed from the question's expression; a turn that computes it
+        earns something too."""
+        value = str(evaluate(task.data["expression"]))
+        return {"reward": float(final_answer(messages) == value), "used_tool": used_tool(messages),
+                **progress_reward(messages, value)}
 
 
 def _make(rng: random.Random, kind: str) -> _Instance:

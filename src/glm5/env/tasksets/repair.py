@@ -10,35 +10,23 @@ The content that decides the split is the correct function together with the wro
 
 from __future__ import annotations
 
-import ast
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from glm5.env.programs import agrees, run_function, trusted_function
 from glm5.env.sandbox.base import Sandbox
 from glm5.env.tasks import Message, Solution, Task, ToolError, draw
 from glm5.env.tasksets.words import distinct_words
-from glm5.env.tools import final_answer, function_tool, integer_argument, text_argument, used_tool
+from glm5.env.tools import final_answer, function_tool, integer_argument, progress_reward, text_argument, used_tool
 from glm5.errors import TaskError
 
 _FILE = "program.py"
-_RUN_S = 2.0
 _HIDDEN = 8
 """Hidden inputs of a task, the shown example not among them."""
 _MAX_LINE = 120
-_RUNNER = """
-try:
-    exec(compile(open({file!r}).read(), {file!r}, "exec"))
-except BaseException as error:
-    print(type(error).__name__)
-    raise SystemExit(3)
-for arguments in {inputs!r}:
-    try:
-        print("=", repr({name}(*arguments)))
-    except BaseException as error:
-        print("!", type(error).__name__)
-"""
+_FIXED = "ok"
 
 
 def _pair(rng: random.Random, k: int) -> tuple[Any, ...]:
@@ -197,40 +185,20 @@ class Repair:
         lines[number - 1] = old[: len(old) - len(old.lstrip())] + text
         await sandbox.write_file(_FILE, "".join(f"{line}\n" for line in lines))
         name, inputs, expected = task.data["function"], task.data["inputs"][:1], task.data["expected"][:1]
-        outputs = await _run(sandbox, name, inputs)
-        return "ok" if _agrees(outputs[0], expected[0]) else _failure(name, inputs[0], outputs[0], expected[0])
+        outputs = await run_function(sandbox, _FILE, name, inputs)
+        return _FIXED if agrees(outputs[0], expected[0]) else _failure(name, inputs[0], outputs[0], expected[0])
 
     async def verify(self, task: Task, sandbox: Sandbox | None, messages: list[Message]) -> dict[str, float]:
-        """1 when every input, shown and hidden, gives the expected value."""
+        """1 when every input, shown and hidden, gives the expected value; the turn that first makes the shown one right
+        earns something too."""
         assert sandbox is not None
         used = used_tool(messages)
         if await sandbox.read_file(_FILE) == task.data["source"]:  # known to fail its example
             return {"reward": 0.0, "passed": 0.0, "used_tool": used}
-        outputs = await _run(sandbox, task.data["function"], task.data["inputs"])
-        right = [_agrees(output, value) for output, value in zip(outputs, task.data["expected"], strict=True)]
+        outputs = await run_function(sandbox, _FILE, task.data["function"], task.data["inputs"])
+        right = [agrees(output, value) for output, value in zip(outputs, task.data["expected"], strict=True)]
         return {"reward": float(all(right)), "passed": sum(right) / len(right), "used_tool": used,
-                "answered": float(final_answer(messages) != "")}
-
-
-async def _run(sandbox: Sandbox, name: str, inputs: list[tuple[Any, ...]]) -> list[str]:
-    """What the function returns for each input, as its literal; "!Error" where it raised or did not run."""
-    result = await sandbox.python(_RUNNER.format(file=_FILE, inputs=inputs, name=name), timeout_s=_RUN_S)
-    lines = result.output.splitlines()
-    if result.exit_code == 3 and lines:
-        return [f"!{lines[-1]}"] * len(inputs)
-    answers = [line[2:] if line.startswith("= ") else f"!{line[2:]}" for line in lines if line[:2] in ("= ", "! ")]
-    if result.exit_code != 0 or len(answers) != len(inputs):
-        return ["!TimeoutError" if result.exit_code == 137 else "!Error"] * len(inputs)
-    return answers
-
-
-def _agrees(output: str, expected: Any) -> bool:
-    """True when ``output`` is a literal of the expected type and value."""
-    try:
-        value = ast.literal_eval(output)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return False
-    return repr(value) == repr(expected)
+                "answered": float(final_answer(messages) != ""), **progress_reward(messages, _FIXED)}
 
 
 def _failure(name: str, arguments: tuple[Any, ...], output: str, expected: Any) -> str:
@@ -250,7 +218,7 @@ def _choose_inputs(rng: random.Random, instance: _Instance) -> tuple[list[tuple[
     """(inputs, expected values, what the broken function gives for the first). The broken function fails the first
     input; it may pass some of the others. No constant passes all."""
     name, k = instance.names["f"], instance.names["k"]
-    right, wrong = _function(instance.correct(), name), _function(instance.broken(), name)
+    right, wrong = trusted_function(instance.correct(), name), trusted_function(instance.broken(), name)
     for _ in range(200):
         shown = instance.template.inputs(rng, k)
         if repr(right(*shown)) != repr(wrong(*shown)):
@@ -262,10 +230,3 @@ def _choose_inputs(rng: random.Random, instance: _Instance) -> tuple[list[tuple[
         expected = [right(*arguments) for arguments in inputs]
         if len({repr(value) for value in expected}) > 1:
             return inputs, expected, wrong(*shown)
-
-
-def _function(source: str, name: str) -> Callable[..., Any]:
-    """The function of a template of ours: trusted code, run in this process."""
-    namespace: dict[str, Any] = {}
-    exec(compile(source, "template", "exec"), namespace)
-    return namespace[name]

@@ -8,7 +8,7 @@ Where a reward is blended, the taskset's own verifier decides about success.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from glm5.errors import DataError
@@ -17,11 +17,12 @@ from glm5.eval.statistics import Interval, bootstrap_mean, mean_of_intervals, wi
 from glm5.records import TRAINABLE_OUTCOMES, Episode
 
 
-def pass_at_1_rows(label: str, episodes: Iterable[Episode], success_reward: float = 1.0) -> list[dict[str, Any]]:
+def pass_at_1_rows(label: str, episodes: Iterable[Episode], success_reward: float = 1.0,
+                   mean_of: Collection[str] = ()) -> list[dict[str, Any]]:
     """Rows ``pass_at_1.LABEL.TASKSET``, ``pass_at_1.LABEL.mean`` and ``excluded.LABEL.REASON``.
 
-    An attempt succeeds when its reward is at least ``success_reward``. Raises DataError when a taskset has no episode
-    that counts.
+    ``mean_of``: the tasksets of the mean, all when empty. An attempt succeeds when its reward is at least
+    ``success_reward``. Raises DataError when a taskset has no episode that counts.
     """
     attempts: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     excluded: Counter[str] = Counter()
@@ -40,7 +41,8 @@ def pass_at_1_rows(label: str, episodes: Iterable[Episode], success_reward: floa
                         f"{dict(excluded)}; see the logs of the services")
     intervals = {name: _interval(tasks) for name, tasks in sorted(attempts.items())}
     rows = [_row(f"pass_at_1.{label}.{name}", interval) for name, interval in intervals.items()]
-    rows.append(_row(f"pass_at_1.{label}.mean", mean_of_intervals(list(intervals.values()))))
+    rows.append(_row(f"pass_at_1.{label}.mean", mean_of_intervals([
+        interval for name, interval in intervals.items() if not mean_of or name in mean_of])))
     rows += [Row(name=f"excluded.{label}.{reason}", value=count, unit="episodes")
              for reason, count in sorted(excluded.items())]
     return [row.to_json() for row in rows]

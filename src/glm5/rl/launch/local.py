@@ -36,17 +36,20 @@ class RolloutStack:
     """Services around the checkpoint ``engine_dir``; use as a context manager from the main thread.
 
     With ``orchestrate`` an orchestrator runs too and the engine follows the versions published in ``run_dir``.
+    ``beside``: services of other purposes that live and die with these.
     """
 
     def __init__(self, config: RLConfig, engine_dir: Path, run_dir: Path, *, weight_version: int = 0,
-                 orchestrate: bool = False) -> None:
-        self.config, self.run_dir = config, run_dir
+                 orchestrate: bool = False, beside: Sequence[ServiceSpec] = ()) -> None:
+        self.config, self.run_dir, self._beside = config, run_dir, beside
         self._engine_dir, self._weight_version, self._orchestrate = engine_dir, weight_version, orchestrate
         self._log = RunLog(run_dir)
         self._supervisor = Supervisor(run_dir, self._log.event, config.supervision)
         self._http = httpx.Client(timeout=30, trust_env=False)
         self.engine_url = self.gateway_url = self.orchestrator_url = ""
         self.service_urls: dict[str, str] = {}
+        self.urls_beside: dict[str, str] = {}
+        """By name of the service."""
 
     def __enter__(self) -> RolloutStack:
         self._supervisor.__enter__()
@@ -66,6 +69,7 @@ class RolloutStack:
                 self.service_urls[taskset] = self._supervisor.add(
                     ServiceSpec(f"tasks-{taskset}", "/info", lambda arguments=arguments: arguments,
                                 probes.task_service(taskset)))
+            self.urls_beside = {spec.name: self._supervisor.add(spec) for spec in self._beside}
             self._supervisor.wait_until_ready()
         except BaseException:
             self.__exit__()
