@@ -19,6 +19,7 @@ for command in (runs.run, runs.train, runs.rl, runs.orchestrator, runs.results,
                 serving.serve, serving.gateway, serving.generate, serving.chat,
                 models.convert, models.quantize, models.deploy):
     app.command()(command)
+app.command("import")(models.import_checkpoint)
 
 _GROUPS = {
     "model": ("Model configurations and checkpoints.", {"info": models.model_info}),

@@ -40,7 +40,7 @@ from glm5.engine.scheduler import Scheduler, StepPlan
 from glm5.engine.tensor_parallel import LedModel
 from glm5.errors import ConfigError, EngineError, Glm5Error
 from glm5.model.cache import bytes_per_token
-from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.model.families import CausalLM
 from glm5.records import FinishReason, SamplingParams
 
 _IDLE_WAIT_S = 1.0
@@ -91,7 +91,7 @@ class Engine:
 
     def __init__(
         self,
-        model: GlmMoeDsaForCausalLM | LedModel,
+        model: CausalLM | LedModel,
         stop_ids: SequenceOf[int],
         config: EngineConfig | None = None,
         *,
@@ -392,7 +392,7 @@ class Engine:
         if generation is not None and self._scheduler.stop(generation.sequence, reason, error):
             self._publish([generation])
 
-    def _swap(self, model: GlmMoeDsaForCausalLM, version: int, model_path: str) -> None:
+    def _swap(self, model: CausalLM, version: int, model_path: str) -> None:
         self._runner.model = model.eval()
         self._cache.set_version(version)
         self.model_path = model_path
@@ -495,7 +495,7 @@ class Engine:
             wake(wakeups)
 
 
-def _count_blocks(model: GlmMoeDsaForCausalLM | LedModel, config: EngineConfig, max_context: int) -> int:
+def _count_blocks(model: CausalLM | LedModel, config: EngineConfig, max_context: int) -> int:
     """Blocks that ``config`` allows. Raises ConfigError when they hold no prompt and answer."""
     if not config.cache_bytes:
         return config.max_slots * -(-max_context // config.block_size) + (config.speculative > 0)
@@ -511,7 +511,7 @@ def _count_blocks(model: GlmMoeDsaForCausalLM | LedModel, config: EngineConfig, 
     return blocks
 
 
-def _check_drafting(model: GlmMoeDsaForCausalLM | LedModel, config: EngineConfig) -> None:
+def _check_drafting(model: CausalLM | LedModel, config: EngineConfig) -> None:
     if config.speculative and not model.config.num_nextn_predict_layers:
         raise ConfigError(
             f"speculative={config.speculative}: the model has no MTP layer to draft with; leave it 0 or serve a "

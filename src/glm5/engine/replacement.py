@@ -1,7 +1,7 @@
 """Loading weights for an engine: the first ones, and those that replace them while it runs.
 
 A replacement is trusted only after four checks: the files match the checksums of ``manifest.json`` when the publisher
-wrote one, the checkpoint itself is complete (``load_model``), every tensor has the shape of the one it replaces, and
+wrote one, the checkpoint itself is complete (``load_causal_lm``), every tensor has the shape of the one it replaces, and
 every value is finite.
 """
 
@@ -17,21 +17,20 @@ from glm5.device import find_device
 from glm5.engine.config import EngineConfig
 from glm5.engine.tensor_parallel import LedModel
 from glm5.errors import CheckpointError
-from glm5.model.checkpoint import load_model
-from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.model.families import CausalLM, load_causal_lm
 
 _FP32_ELEMENTS = 2**29
 """Weights up to this number are widened to fp32 on a CPU: 2 GiB."""
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_weights(directory: str | Path, config: EngineConfig) -> GlmMoeDsaForCausalLM:
+def load_weights(directory: str | Path, config: EngineConfig) -> CausalLM:
     """The model in ``directory`` in the engine's type and on its device. Raises CheckpointError or ConfigError."""
-    model = load_model(directory, dtype=_DTYPES[config.dtype], device=find_device(config.device))
+    model = load_causal_lm(directory, dtype=_DTYPES[config.dtype], device=find_device(config.device))
     return model.float() if config.dtype == "auto" and _runs_faster_in_fp32(model) else model
 
 
-def _runs_faster_in_fp32(model: GlmMoeDsaForCausalLM) -> bool:
+def _runs_faster_in_fp32(model: CausalLM) -> bool:
     """True on a CPU, whose native kernels compute in fp32, for plain half-precision weights that stay small."""
     tensors = model.state_dict().values()
     is_plain = all(tensor.dtype in (torch.bfloat16, torch.float16, torch.float32) for tensor in tensors)
@@ -39,8 +38,8 @@ def _runs_faster_in_fp32(model: GlmMoeDsaForCausalLM) -> bool:
 
 
 def load_replacement(
-    directory: str | Path, config: EngineConfig, current: GlmMoeDsaForCausalLM | LedModel
-) -> GlmMoeDsaForCausalLM:
+    directory: str | Path, config: EngineConfig, current: CausalLM | LedModel
+) -> CausalLM:
     """A verified model that may take the place of ``current``. Raises CheckpointError or ConfigError."""
     verify_checksums(Path(directory))
     model = load_weights(directory, config)

@@ -24,9 +24,7 @@ import torch
 
 from glm5.device import find_device
 from glm5.errors import ConfigError, ServiceError
-from glm5.model.checkpoint import load_model
-from glm5.model.quantize.plan import trained_for
-from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.model.families import CausalLM
 from glm5.process import lock_directory
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
@@ -35,6 +33,7 @@ from glm5.rl.launch.local import RolloutStack
 from glm5.rl.ledger import LeasedBatch, Ledger
 from glm5.rl.losses import LOSSES, PolicyTokens
 from glm5.rl.packing import micro_batches
+from glm5.rl.policy import load_policy
 from glm5.rl.push import WeightPusher
 from glm5.rl.supervisor import poll_until
 from glm5.rl.weights import WeightVersion, newest_version, publish, retain
@@ -123,14 +122,7 @@ def resolve_init(init: str, run_dir: Path) -> Path:
     return found
 
 
-def freeze(model: GlmMoeDsaForCausalLM) -> None:
-    """Leave only what reinforcement learning trains: everything but the indexers and the MTP layer."""
-    mtp_prefix = f"model.layers.{model.config.num_hidden_layers}."
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".indexer." not in name and not name.startswith(mtp_prefix))
-
-
-def policy_step(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, batch: LeasedBatch, config: RLConfig,
+def policy_step(model: CausalLM, optimizer: Optimizer, batch: LeasedBatch, config: RLConfig,
                 lr_scale: float) -> StepResult:
     """One update on ``batch``; nothing changes when loss or gradient is not finite."""
     optimizer.zero_grad()
@@ -172,9 +164,7 @@ class Trainer:
         if start is not None:
             require_same_tokenizer(start, init_dir)
         self._tokenizer_dir = init_dir
-        self._model = load_model(start or init_dir, dtype=torch.float32, device=find_device(config.device))
-        self._model.config = trained_for(self._model.config, None)
-        freeze(self._model)
+        self._model = load_policy(start or init_dir, find_device(config.device))
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self.state = load_trainer_state(start, self._optimizer) if start else TrainerState()
         self._ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups)

@@ -21,7 +21,7 @@ from glm5.errors import WeightSyncError
 from glm5.runlog import remove_directory, temporary_path, write_atomic
 
 if TYPE_CHECKING:
-    from glm5.model.transformer import GlmMoeDsaForCausalLM
+    from glm5.model.families import CausalLM
 
 CANARY_TOKENS = 64
 
@@ -44,7 +44,7 @@ class WeightVersion:
     """Of ``canary_ids[1:]`` given what precedes each, as the trainer computes them."""
 
 
-def publish(model: GlmMoeDsaForCausalLM, run_dir: Path, *, version: int, step: int, parent: int | None,
+def publish(model: CausalLM, run_dir: Path, *, version: int, step: int, parent: int | None,
             tokenizer_dir: Path) -> WeightVersion:
     """Write ``model`` as ``version`` and point ``LATEST`` at it.
 
@@ -53,12 +53,12 @@ def publish(model: GlmMoeDsaForCausalLM, run_dir: Path, *, version: int, step: i
     newest = newest_version(run_dir)
     if version <= newest:
         raise WeightSyncError(f"weight version {version} is not newer than {newest} in {run_dir}; versions only grow")
-    from glm5.model.checkpoint import save_model
+    from glm5.model.families import save_causal_lm
 
     target = version_directory(run_dir, version)
     temporary = temporary_path(target)
     try:
-        save_model(model, temporary, tokenizer_source=tokenizer_dir)
+        save_causal_lm(model, temporary, tokenizer_source=tokenizer_dir)
         ids, logprobs = score_canary(model)
         published = WeightVersion(version=version, step=step, parent=parent, directory=target,
                                   sha256=_hash_files(temporary), canary_ids=ids, canary_logprobs=logprobs)
@@ -71,7 +71,7 @@ def publish(model: GlmMoeDsaForCausalLM, run_dir: Path, *, version: int, step: i
     return published
 
 
-def score_canary(model: GlmMoeDsaForCausalLM) -> tuple[list[int], list[float]]:
+def score_canary(model: CausalLM) -> tuple[list[int], list[float]]:
     """Fixed ids, spread over the vocabulary, and the log-probs of all but the first."""
     import torch
 

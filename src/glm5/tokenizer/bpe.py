@@ -37,7 +37,7 @@ from glm5.tokenizer.chat import (
     conversation_segments,
     generation_prompt,
 )
-from glm5.tokenizer.fit import TOKENIZER_FILE, require_fit
+from glm5.tokenizer.fit import TOKENIZER_FILE, is_foreign, require_fit
 from glm5.tokenizer.parse import ParsedMessage, StreamParser, parse_message
 
 END_OF_TEXT = "<|endoftext|>"
@@ -170,7 +170,7 @@ class Tokenizer:
         return self._special_ids[END_OF_TEXT]
 
     @property
-    def stop_ids(self) -> tuple[int, int, int]:
+    def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: ``<|endoftext|>``, ``<|user|>``, ``<|observation|>``."""
         return self.pad_id, self._special_ids["<|user|>"], self._special_ids["<|observation|>"]
 
@@ -278,10 +278,15 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Tokenizer of a checkpoint directory, made sure to belong to the model there (see ``glm5.tokenizer.fit``).
+    """Tokenizer of a checkpoint directory, made sure to belong to the model there (see ``glm5.tokenizer.fit``); one
+    of another family when the model there is (see ``glm5.tokenizer.template``).
 
     Raises CheckpointError when it is missing, lacks a special token, or is not the model's.
     """
+    if is_foreign(Path(directory)):
+        from glm5.tokenizer.template import TemplateTokenizer
+
+        return TemplateTokenizer.from_directory(directory)
     tokenizer = Tokenizer.from_directory(directory)
     require_fit(Path(directory), tokenizer.vocab_size, tokenizer.stop_ids, tokenizer.pad_id)
     return tokenizer
