@@ -7,13 +7,12 @@ every value is finite.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 
 import torch
 
 from glm5.device import find_device
+from glm5.engine.checksums import verify_checksums
 from glm5.engine.config import EngineConfig
 from glm5.engine.tensor_parallel import LedModel
 from glm5.errors import CheckpointError
@@ -53,26 +52,3 @@ def load_replacement(
         if not torch.isfinite(tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor).all():
             raise CheckpointError(f"{directory}: {name} has values that are not finite; publish good weights")
     return model
-
-
-def verify_checksums(directory: Path) -> None:
-    """Compare the files named under ``sha256`` in ``manifest.json``, if there is one. Raises CheckpointError."""
-    manifest = directory / "manifest.json"
-    if not manifest.exists():
-        return
-    try:
-        checksums = dict(json.loads(manifest.read_text(encoding="utf-8"))["sha256"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{manifest}: unreadable ({type(error).__name__}: {error}); publish it again") from None
-    for name, checksum in checksums.items():
-        try:
-            with open(directory / name, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise CheckpointError(
-                f"{directory / name}: {error.strerror}, the manifest names it; publish it again"
-            ) from None
-        if found != checksum:
-            raise CheckpointError(
-                f"{directory / name}: SHA-256 {found}, the manifest says {checksum}; publish it again"
-            )

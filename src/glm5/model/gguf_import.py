@@ -146,7 +146,7 @@ def _tensors(gguf: Any, stored: Any, config: dict[str, Any], dtype: torch.dtype,
             published = f"model.layers.{block}.{_LAYER[part]}"
         else:
             raise CheckpointError(f"{source}: unexpected tensor {tensor.name}; its architecture is another one")
-        values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).to(dtype)
+        values = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=dtype)
         if config["model_type"] == "llama" and part in heads:
             values = halves_of_pairs(values, heads[part])
         yield f"{published}.{kind}", values.contiguous()
@@ -164,7 +164,7 @@ def _tokenizer(facts: dict[str, Any], source: Path) -> tokenizers.Tokenizer:
         raise CheckpointError(f"{source}: tokenizer {kind!r} with rule {rule!r}; expected 'gpt2' with one of "
                               f"{', '.join(_SPLITTERS)}")
     tokens, types = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]]
+    merges = [tuple(merge.split(" ")) for merge in facts.get("tokenizer.ggml.merges", [])]
     encoder = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
     if rule == "qwen2":
         encoder.normalizer = normalizers.NFC()

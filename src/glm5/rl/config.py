@@ -76,6 +76,25 @@ class CurriculumConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSource:
+    """Which engine samples the policy; see ``docs/policies.md``."""
+
+    kind: Literal["built-in", "sglang", "vllm"] = "built-in"
+    """``built-in`` starts ``glm5 serve``; the others are servers that run already."""
+    url: str = ""
+    """Address of the external server."""
+    tolerance: float = 0.02
+    """Mean |log-prob difference| in nats, between trainer and external engine, above which a run does not start."""
+
+    def __post_init__(self) -> None:
+        if (self.kind == "built-in") != (not self.url):
+            raise ConfigError(f"engine: kind={self.kind!r} with url={self.url!r}; give a url for sglang and vllm, and "
+                              "none for the built-in engine")
+        if self.tolerance <= 0:
+            raise ConfigError(f"engine.tolerance={self.tolerance} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RLConfig:
     """One run of asynchronous reinforcement learning."""
 
@@ -101,6 +120,8 @@ class RLConfig:
     """Hard bound, in steps, between the trainer and the oldest policy version of a trained sample (async)."""
     publish_every: int = 1
     """Steps between weight publications (async; sync publishes every step)."""
+    engine: EngineSource = field(default_factory=EngineSource)
+    """The engine that samples."""
     loss: LossConfig = field(default_factory=LossConfig)
     """Policy loss."""
     advantage: Literal["mean", "mean_std", "leave_one_out"] = "mean"

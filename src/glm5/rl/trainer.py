@@ -35,6 +35,7 @@ from glm5.rl.losses import LOSSES, PolicyTokens
 from glm5.rl.packing import micro_batches
 from glm5.rl.policy import load_policy
 from glm5.rl.push import WeightPusher
+from glm5.rl.self_test import self_test
 from glm5.rl.supervisor import poll_until
 from glm5.rl.weights import WeightVersion, newest_version, publish, retain
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
@@ -189,6 +190,9 @@ class Trainer:
         with stack, WeightPusher([stack.engine_url], self._log.event) as pusher:
             pusher.submit(published)
             self._await_push(stack, pusher, published)
+            if self.config.engine.kind != "built-in":
+                self._log.event("engine_self_test", **dataclasses.asdict(self_test(
+                    self._model, self._tokenizer_dir, stack.engine_url, self.config)))
             self._ledger.set_progress(self.state.step, published.version)
             self._engine_seen = stack.engine_stats()
             with progress_bar(self.config.name, self.config.steps) as bar:

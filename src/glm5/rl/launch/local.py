@@ -164,6 +164,9 @@ class RolloutStack:
             verify(published)
             directory, version = published.directory, published.version
         config = self.config
+        if config.engine.kind != "built-in":
+            return ["adapter", config.engine.url, "--kind", config.engine.kind, "--weights", str(directory),
+                    "--weight-version", str(version), "--max-context", str(config.max_context)]
         return ["serve", str(directory), "--weight-version", str(version), "--max-slots", str(config.concurrency),
                 "--max-context", str(config.max_context), "--threads", str(config.engine_threads),
                 "--device", config.engine_device]
