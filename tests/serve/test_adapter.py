@@ -17,7 +17,6 @@ from glm5.rl.self_test import PROMPTS, self_test
 from glm5.rl.weights import publish
 from glm5.serve.adapter import build_adapter, run_adapter
 from glm5.serve.external import ENGINES, wait_until_well
-from glm5.wire import HttpClient
 from tests.dense import write_dense
 from tests.serve.foreign_engine import FAKES, served
 
@@ -38,7 +37,7 @@ class Stack:
         self.fake = FAKES[self.kind](self.engine, self.raw)
         self._upstream = served(self.fake.app())
         self.upstream = self._upstream.__enter__()
-        foreign = ENGINES[self.kind](self.upstream, HttpClient())
+        foreign = ENGINES[self.kind](self.upstream)
         self._adapter = served(build_adapter(foreign, self.upstream, self.directory, 3, 300))
         self.url = self._adapter.__enter__()
         self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
@@ -166,7 +165,7 @@ def test_what_is_not_passed_on_or_does_not_fit_is_refused(directory):
             answer = stack.http.post("/generate", json=body)
             assert answer.status_code == 400 and message in answer.json()["error"]["message"]
     # the engine has gone: the adapter says so and the gateway may try again
-    foreign = ENGINES["vllm"](stack.upstream, HttpClient())
+    foreign = ENGINES["vllm"](stack.upstream)
     with served(build_adapter(foreign, stack.upstream, directory, 0, 300)) as url:
         assert httpx.post(f"{url}/generate", json={"input_ids": [1]}, trust_env=False).status_code == 503
         assert httpx.get(f"{url}/health_generate", trust_env=False).status_code == 500
@@ -174,7 +173,7 @@ def test_what_is_not_passed_on_or_does_not_fit_is_refused(directory):
 
 def test_an_engine_that_is_not_there_and_a_kind_that_is_none(directory, tmp_path):
     with pytest.raises(ServiceError, match="no engine answers there"):
-        asyncio.run(wait_until_well(ENGINES["sglang"]("http://127.0.0.1:9", HttpClient()), "http://127.0.0.1:9", 0))
+        asyncio.run(wait_until_well(ENGINES["sglang"]("http://127.0.0.1:9"), "http://127.0.0.1:9", 0))
     with pytest.raises(ConfigError, match="kind='tgi'"):
         run_adapter("tgi", "http://127.0.0.1:9", directory, 0, "127.0.0.1", 0, None)
     with pytest.raises(CheckpointError, match="no config.json"):

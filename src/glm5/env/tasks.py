@@ -24,6 +24,7 @@ BUILT_IN = {
     "calculator": "glm5.env.tasksets.calculator:Calculator",
     "shell": "glm5.env.tasksets.shell:Shell",
     "repair": "glm5.env.tasksets.repair:Repair",
+    "rooms": "glm5.env.tasksets.rooms:Rooms",
 }
 """What this distribution's entry points say, for a source tree that was not installed."""
 Message = dict[str, Any]

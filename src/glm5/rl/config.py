@@ -95,6 +95,24 @@ class EngineSource:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    """Where ``launch = "ray"`` places trainer and services; see ``docs/policies.md``.
+
+    Each table names Ray resources, ``{GPU = 1}`` or custom ones such as ``{big_memory = 1}``; processors follow from
+    ``trainer_threads`` and ``engine_threads``.
+    """
+
+    address: str = "auto"
+    """Address of the cluster; ``auto`` takes the one that runs on this machine."""
+    trainer: dict[str, float] = field(default_factory=dict)
+    """Resources of the trainer."""
+    engine: dict[str, float] = field(default_factory=dict)
+    """Resources of the engine."""
+    tasks: dict[str, float] = field(default_factory=dict)
+    """Resources of each task service; they are spread over the nodes that have them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RLConfig:
     """One run of asynchronous reinforcement learning."""
 
@@ -120,6 +138,10 @@ class RLConfig:
     """Hard bound, in steps, between the trainer and the oldest policy version of a trained sample (async)."""
     publish_every: int = 1
     """Steps between weight publications (async; sync publishes every step)."""
+    launch: Literal["local", "ray"] = "local"
+    """``local``: all processes on this machine. ``ray``: on the nodes of a Ray cluster."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Placement on a Ray cluster."""
     engine: EngineSource = field(default_factory=EngineSource)
     """The engine that samples."""
     loss: LossConfig = field(default_factory=LossConfig)

@@ -13,8 +13,6 @@ and stop in the reverse one, so that intake stops before what it feeds on.
 
 from __future__ import annotations
 
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +23,8 @@ from typing import Literal
 import httpx
 
 from glm5.errors import ServiceError
-from glm5.process import last_line, reserve, spawn, stop, wait_ready
+from glm5.process import last_line, wait_ready
+from glm5.rl.launch.machines import LocalMachines, Machine, Machines, Process
 
 PROBE_PERIOD_S = 1.0
 PROBE_TIMEOUT_S = 3.0
@@ -35,7 +34,6 @@ MAX_RESTARTS = 5
 RESTART_WINDOW_S = 300.0
 USER_ERROR = 2
 """Exit code of the command line for what the user can fix."""
-_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +52,9 @@ class ServiceSpec:
 @dataclass(slots=True, eq=False)
 class _Service:
     spec: ServiceSpec
-    port_holder: socket.socket
+    machine: Machine
     state: Literal["starting", "running", "waiting"] = "waiting"
-    process: subprocess.Popen[bytes] | None = None
+    process: Process | None = None
     since: float = 0.0
     """Monotonic time at which the state was entered."""
     wait_s: float = 0.0
@@ -66,17 +64,16 @@ class _Service:
 
     @property
     def url(self) -> str:
-        return f"http://{_HOST}:{self.port}"
-
-    @property
-    def port(self) -> int:
-        return int(self.port_holder.getsockname()[1])
+        host, port = self.machine.address
+        return f"http://{host}:{port}"
 
 
 class Supervisor:
     """Owner of the child processes of one run; use as a context manager. ``on_event(kind, **values)`` gets deaths."""
 
-    def __init__(self, run_dir: Path, on_event: Callable[..., None]) -> None:
+    def __init__(self, run_dir: Path, on_event: Callable[..., None], machines: Machines | None = None) -> None:
+        """``machines`` None starts everything on this machine."""
+        self._machines = machines or LocalMachines()
         self._logs, self._ready = run_dir / "logs", run_dir / "ready"
         self._on_event = on_event
         self._services: dict[str, _Service] = {}
@@ -91,13 +88,13 @@ class Supervisor:
         self._stopped.set()
         for service in reversed(self._services.values()):
             if service.process is not None:
-                stop(service.process)
-            service.port_holder.close()
+                service.machine.stop(service.process)
+            service.machine.release()
         self._prober.join(timeout=2 * PROBE_TIMEOUT_S)
 
     def add(self, spec: ServiceSpec) -> str:
         """Start a service in a port of its own and return its URL at once; ``wait_until_ready`` waits for all."""
-        service = _Service(spec, reserve(_HOST))
+        service = _Service(spec, self._machines.place(spec.name))
         self._services[spec.name] = service
         self._start(service)
         return service.url
@@ -144,8 +141,9 @@ class Supervisor:
     def _start(self, service: _Service) -> None:
         ready = self._ready_file(service)
         ready.unlink(missing_ok=True)
-        address = ["--host", _HOST, "--port", str(service.port), "--ready-file", str(ready)]
-        service.process = spawn([*service.spec.arguments(), *address], self._log_file(service))
+        host, port = service.machine.address
+        address = ["--host", host, "--port", str(port), "--ready-file", str(ready.resolve())]
+        service.process = service.machine.start([*service.spec.arguments(), *address], self._log_file(service))
         self._enter(service, "starting")
 
     def _check_start(self, service: _Service) -> None:
@@ -158,7 +156,7 @@ class Supervisor:
 
     def _mark_dead(self, service: _Service, why: str) -> None:
         assert service.process is not None
-        stop(service.process, grace_s=0.2)
+        service.machine.stop(service.process, grace_s=0.2)
         now = time.monotonic()
         service.deaths = [death for death in service.deaths if now - death < RESTART_WINDOW_S] + [now]
         self._on_event("service_died", service=service.spec.name, why=why, deaths=len(service.deaths))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from glm5.records import Completion
 from glm5.serve.events import CLIENT_GONE, unless_gone
 from glm5.serve.external import ENGINES, ExternalEngine, wait_until_well
 from glm5.serve.token_protocol import GenerateRequest, parse_generate
-from glm5.wire import HttpClient, split_url
+from glm5.wire import split_url
 
 _MAX_BODY_BYTES = 16 << 20
 _BODY_TIMEOUT_S = 60.0
@@ -158,15 +160,21 @@ class Adapter:
 
 
 def build_adapter(engine: ExternalEngine, url: str, directory: Path, version: int, max_context: int) -> Starlette:
-    """The ASGI application. Raises CheckpointError for a directory that is no checkpoint."""
+    """The ASGI application, which closes ``engine`` when it ends. Raises CheckpointError for a directory that is no
+    checkpoint."""
     adapter = Adapter(engine, url, directory, version, max_context)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        engine.close()
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, Glm5Error)
         refusal = to_api_error(error)
         return Response(dump(refusal.body(request.url.path)), refusal.status, refusal.headers, "application/json")
 
-    return Starlette(routes=adapter.routes(), exception_handlers={Glm5Error: refuse})
+    return Starlette(routes=adapter.routes(), lifespan=lifespan, exception_handlers={Glm5Error: refuse})
 
 
 def run_adapter(kind: str, url: str, directory: Path, version: int, host: str, port: int,
@@ -185,18 +193,16 @@ def run_adapter(kind: str, url: str, directory: Path, version: int, host: str, p
     tensor_shapes(directory)  # an engine may die of a directory that is none
 
     async def prepare() -> int:
-        http = HttpClient()
-        engine = ENGINES[kind](url, http)
+        engine = ENGINES[kind](url)
         try:
             longest = await wait_until_well(engine, url, _START_TIMEOUT_S)
             await engine.load(directory, version)
             return min(longest, max_context or longest)
         finally:
-            http.close()
+            engine.close()
 
     limit = asyncio.run(prepare())
-    engine = ENGINES[kind](url, HttpClient())
-    serve_app(build_adapter(engine, url, directory, version, limit), host, port, ready_file)
+    serve_app(build_adapter(ENGINES[kind](url), url, directory, version, limit), host, port, ready_file)
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:

@@ -56,12 +56,19 @@ class ExternalEngine(Protocol):
         """Undo ``pause``."""
         ...
 
+    def close(self) -> None:
+        """Close all connections."""
+        ...
+
 
 class _Http:
     """Calls to one engine."""
 
-    def __init__(self, url: str, http: HttpClient, timeout_s: float) -> None:
-        self.url, self._http, self._timeout_s = url.rstrip("/"), http, timeout_s
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.url, self._http, self._timeout_s = url.rstrip("/"), HttpClient(), timeout_s
+
+    def close(self) -> None:
+        self._http.close()
 
     async def get(self, path: str) -> Any:
         return await self._http.get(f"{self.url}{path}", 10.0)
@@ -95,8 +102,8 @@ class _Http:
 class Sglang:
     """A server of SGLang."""
 
-    def __init__(self, url: str, http: HttpClient, timeout_s: float = 600.0) -> None:
-        self._http = _Http(url, http, timeout_s)
+    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
+        self._http = _Http(url, timeout_s)
 
     async def describe(self) -> int:
         """See ``ExternalEngine``."""
@@ -144,12 +151,16 @@ class Sglang:
         """See ``ExternalEngine``."""
         await self._http.call("/continue_generation", {})
 
+    def close(self) -> None:
+        """See ``ExternalEngine``."""
+        self._http.close()
+
 
 class Vllm:
     """A server of vLLM."""
 
-    def __init__(self, url: str, http: HttpClient, timeout_s: float = 600.0) -> None:
-        self._http = _Http(url, http, timeout_s)
+    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
+        self._http = _Http(url, timeout_s)
         self._salt = secrets.token_hex(8)
 
     async def describe(self) -> int:
@@ -209,6 +220,10 @@ class Vllm:
     async def resume(self) -> None:
         """See ``ExternalEngine``."""
         await self._http.call("/resume", {})
+
+    def close(self) -> None:
+        """See ``ExternalEngine``."""
+        self._http.close()
 
 
 ENGINES: dict[str, type[Sglang] | type[Vllm]] = {"sglang": Sglang, "vllm": Vllm}

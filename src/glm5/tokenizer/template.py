@@ -88,7 +88,13 @@ class TemplateTokenizer(Tokenizer):
         stop_ids = [index for end in ends for index in (end if isinstance(end, list) else [end]) if index is not None]
         if "eos_token" in variables and (eos := encoder.token_to_id(variables["eos_token"])) is not None:
             stop_ids.append(eos)
-        return cls(encoder, str(directory / TOKENIZER_FILE), template, stop_ids=stop_ids, variables=variables)
+        tokenizer = cls(encoder, str(directory / TOKENIZER_FILE), template, stop_ids=stop_ids, variables=variables)
+        rows = _read_json(directory / "config.json").get("vocab_size", tokenizer.vocab_size)
+        if tokenizer.vocab_size > rows:
+            raise CheckpointError(f"{directory / TOKENIZER_FILE}: has {tokenizer.vocab_size} ids, config.json gives the "
+                                  f"model vocab_size={rows}; put the tokenizer.json there that the model was trained "
+                                  "with")
+        return tokenizer
 
     @property
     def pad_id(self) -> int:

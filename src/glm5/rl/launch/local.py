@@ -22,6 +22,7 @@ from glm5.errors import EngineError, TaskError
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
 from glm5.rl.episodes import EpisodeRunner
+from glm5.rl.launch.machines import LocalMachines, Machines
 from glm5.rl.supervisor import ServiceSpec, Supervisor
 from glm5.rl.weights import latest, verify
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
@@ -40,7 +41,7 @@ class RolloutStack:
         self.config, self.run_dir = config, run_dir
         self._engine_dir, self._weight_version, self._orchestrate = engine_dir, weight_version, orchestrate
         self._log = RunLog(run_dir)
-        self._supervisor = Supervisor(run_dir, self._log.event)
+        self._supervisor = Supervisor(run_dir, self._log.event, _machines(config, self._log))
         self._http = httpx.Client(timeout=30, trust_env=False)
         self.engine_url = self.gateway_url = self.orchestrator_url = ""
         self.service_urls: dict[str, str] = {}
@@ -179,3 +180,12 @@ class RolloutStack:
         arguments = ["orchestrator", str(self.run_dir / "config.json"), "--run-dir", str(self.run_dir),
                      "--gateway-url", self.gateway_url]
         return self._supervisor.add(ServiceSpec("orchestrator", "/health", lambda: arguments))
+
+
+def _machines(config: RLConfig, log: RunLog) -> Machines:
+    """Where ``config.launch`` puts the services."""
+    if config.launch == "local":
+        return LocalMachines()
+    from glm5.rl.launch.cluster import RayMachines
+
+    return RayMachines(config, log.event)
