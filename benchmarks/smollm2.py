@@ -84,7 +84,8 @@ def _rows(run_dir: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in ("before", "after"):
         kept = run_dir.parent / f"{run_dir.name}-{name}" / "rows.json"
-        rows += [row for row in json.loads(kept.read_text()) if not row["name"].endswith(".mean")] if kept.exists() else []
+        found = json.loads(kept.read_text()) if kept.exists() else []
+        rows += [row for row in found if not row["name"].endswith(".mean")]
     records = read_jsonl(run_dir / "metrics.jsonl")
     events = read_jsonl(run_dir / "events.jsonl")
     curve = [reward for _, reward in reward_curve(run_dir)]

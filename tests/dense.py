@@ -13,8 +13,8 @@ TEMPLATE = (
     "{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             head_dim=8, max_position_embeddings=512, initializer_range=0.3)
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.3}
 MODELS = {"llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, True),
           "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, False),
           "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, True)}

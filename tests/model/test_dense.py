@@ -12,7 +12,6 @@ from glm5.errors import CheckpointError, ConfigError
 from glm5.model.dense import DenseCausalLM, is_dense, load_dense, save_dense
 from glm5.model.families import load_causal_lm
 from glm5.records import SamplingParams
-
 from tests.dense import MODELS, write_dense
 
 
@@ -84,7 +83,8 @@ def test_the_engine_samples_and_scores_as_transformers_does(directory):
                 ids = prompt + done.output_ids
                 with torch.no_grad():
                     logits_TW = network(torch.tensor([ids])).logits[0].float() / temperature
-                expected = [float(torch.log_softmax(logits_TW[t - 1], -1)[ids[t]]) for t in range(len(prompt), len(ids))]
+                logprobs_TW = torch.log_softmax(logits_TW, -1)
+                expected = [float(logprobs_TW[t - 1, ids[t]]) for t in range(len(prompt), len(ids))]
                 assert done.logprobs == pytest.approx(expected, abs=1e-4)
                 if temperature == 1.0:
                     assert done.prompt_logprobs[0] is None

@@ -10,11 +10,11 @@ import torch
 import transformers
 
 from glm5.device import find_device
+from glm5.records import Sample, Trajectory
 from glm5.rl.ledger import LeasedBatch
 from glm5.rl.policy import load_policy
 from glm5.rl.trainer import policy_step, run_rl
 from glm5.rl.weights import publish, read_version, verify
-from glm5.records import Sample, Trajectory
 from glm5.runlog import read_jsonl
 from glm5.train.checkpoint import TrainerState, load_trainer_state, save_checkpoint
 from glm5.train.optimizers import build_optimizer

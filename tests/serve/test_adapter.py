@@ -142,7 +142,7 @@ def config(kind, url, temperature=1.0, tolerance=0.02):
 def test_the_self_test_accepts_the_same_weights_and_refuses_others_in_one_line(kind, directory, tmp_path):
     with Stack(kind, directory) as stack:
         found = self_test(load_dense(directory), directory, stack.url, config(kind, stack.upstream, temperature=0.7))
-        assert found.largest < 1e-3 and found.tokens > sum(map(len, PROMPTS))
+        assert found.largest < 1e-3 and found.tokens > len(PROMPTS) * 40
         other = load_dense(write_dense(tmp_path / "other", "qwen3", seed=4))
         with pytest.raises(EngineError, match=r"log-probs of prompt tokens differ .* at most 0\.02") as error:
             self_test(other, directory, stack.url, config(kind, stack.upstream))
@@ -176,7 +176,7 @@ def test_an_engine_that_is_not_there_and_a_kind_that_is_none(directory, tmp_path
         asyncio.run(wait_until_well(ENGINES["sglang"]("http://127.0.0.1:9"), "http://127.0.0.1:9", 0))
     with pytest.raises(ConfigError, match="kind='tgi'"):
         run_adapter("tgi", "http://127.0.0.1:9", directory, 0, "127.0.0.1", 0, None)
-    with pytest.raises(CheckpointError, match="no config.json"):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
         run_adapter("vllm", "http://127.0.0.1:9", tmp_path, 0, "127.0.0.1", 0, None)
     with pytest.raises(ConfigError, match="give a url for sglang and vllm"):
         EngineSource(kind="vllm")

@@ -1,8 +1,8 @@
 """Loading weights for an engine: the first ones, and those that replace them while it runs.
 
 A replacement is trusted only after four checks: the files match the checksums of ``manifest.json`` when the publisher
-wrote one, the checkpoint itself is complete (``load_causal_lm``), every tensor has the shape of the one it replaces, and
-every value is finite.
+wrote one, the checkpoint itself is complete (``load_causal_lm``), every tensor has the shape of the one it replaces,
+and every value is finite.
 """
 
 from __future__ import annotations

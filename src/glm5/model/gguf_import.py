@@ -96,7 +96,8 @@ def _gguf_file(source: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(source) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
-            raise CheckpointError(f"{source}: holds {len(names)} .gguf files, expected one; unpack it and give the file")
+            raise CheckpointError(f"{source}: holds {len(names)} .gguf files, expected one; unpack it and give the "
+                                  "file")
         path = Path(folder) / "model.gguf"
         with archive.open(names[0]) as packed, open(path, "wb") as unpacked:
             shutil.copyfileobj(packed, unpacked)

@@ -19,7 +19,8 @@ from glm5.model.families import CausalLM
 from glm5.rl.config import RLConfig
 from glm5.tokenizer.bpe import load_tokenizer
 
-PROMPTS = ("What is 12 plus 30?", "Name three colours, and say why you chose them.", "def add(a, b):", "ü — 東京 😀 1234567")
+PROMPTS = ("What is 12 plus 30?", "Name three colours, and say why you chose them.", "def add(a, b):",
+           "ü — 東京 😀 1234567")
 _NEW_TOKENS = 24
 _TIMEOUT_S = 120.0
 
@@ -49,11 +50,13 @@ def self_test(model: CausalLM, tokenizer_dir: Path, url: str, config: RLConfig) 
         for number, text in enumerate(PROMPTS):
             ids = tokenizer.render([{"role": "user", "content": text}], add_generation_prompt=True,
                                    enable_thinking=config.enable_thinking).ids
-            answer = _ask(client, url, ids, tokenizer.stop_ids, config.temperature, number)
-            output = list(answer["output_ids"])
-            plain, scaled = _score(model, ids + output, 1.0), _score(model, ids + output, config.temperature)
-            prompts += _differences(url, answer["prompt_logprobs"][1:], plain[: len(ids) - 1])
-            sampled += _differences(url, answer["logprobs"], scaled[len(ids) - 1 :])
+            # engines disagree on whether the temperature is for the prompt as well: that is scored without one
+            scored = _ask(client, url, ids, {"temperature": 1.0, "max_new_tokens": 0})
+            prompts += _differences(url, scored["prompt_logprobs"][1:], _score(model, ids, 1.0))
+            answer = _ask(client, url, ids, {"temperature": config.temperature, "max_new_tokens": _NEW_TOKENS,
+                                             "seed": number, "stop_token_ids": list(tokenizer.stop_ids)})
+            expected = _score(model, [*ids, *answer["output_ids"]], config.temperature)
+            sampled += _differences(url, answer["logprobs"], expected[len(ids) - 1 :])
     found = Agreement(sum(prompts) / len(prompts), sum(sampled) / len(sampled), max(*prompts, *sampled),
                       len(prompts) + len(sampled))
     for name, value, advice in (
@@ -66,11 +69,10 @@ def self_test(model: CausalLM, tokenizer_dir: Path, url: str, config: RLConfig) 
     return found
 
 
-def _ask(client: httpx.Client, url: str, ids: list[int], stop_ids: tuple[int, ...], temperature: float,
-         seed: int) -> dict[str, Any]:
+def _ask(client: httpx.Client, url: str, ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
     response = client.post(f"{url}/generate", json={
-        "input_ids": ids, "return_logprob": True, "return_prompt_logprob": True, "stream": False, "sampling_params": {
-            "temperature": temperature, "max_new_tokens": _NEW_TOKENS, "seed": seed, "stop_token_ids": list(stop_ids)}})
+        "input_ids": ids, "return_logprob": True, "return_prompt_logprob": sampling["max_new_tokens"] == 0,
+        "stream": False, "sampling_params": sampling})
     if response.status_code != 200:
         raise EngineError(f"{url}: self-test: HTTP {response.status_code} {response.text[:200]}")
     answer: dict[str, Any] = response.json()

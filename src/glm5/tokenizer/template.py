@@ -91,9 +91,8 @@ class TemplateTokenizer(Tokenizer):
         tokenizer = cls(encoder, str(directory / TOKENIZER_FILE), template, stop_ids=stop_ids, variables=variables)
         rows = _read_json(directory / "config.json").get("vocab_size", tokenizer.vocab_size)
         if tokenizer.vocab_size > rows:
-            raise CheckpointError(f"{directory / TOKENIZER_FILE}: has {tokenizer.vocab_size} ids, config.json gives the "
-                                  f"model vocab_size={rows}; put the tokenizer.json there that the model was trained "
-                                  "with")
+            raise CheckpointError(f"{directory / TOKENIZER_FILE}: has {tokenizer.vocab_size} ids, config.json "
+                                  f"gives the model vocab_size={rows}; take the tokenizer that the model was trained with")
         return tokenizer
 
     @property

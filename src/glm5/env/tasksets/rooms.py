@@ -64,7 +64,8 @@ class Rooms:
 
     def solution(self, task: Task) -> Solution:
         """One call, then the room."""
-        return Solution([("lookup", {"person": task.data["name"]})], f"{task.data['name']} is in room {task.data['room']}.")
+        name = task.data["name"]
+        return Solution([("lookup", {"person": name})], f"{name} is in room {task.data['room']}.")
 
     async def setup(self, task: Task, sandbox: Sandbox | None) -> None:
         """Nothing to prepare."""
