@@ -52,6 +52,29 @@ class SamplingParams:
     """How many of the most likely tokens are reported for each position."""
 
 
+_TEMPERATURES = (1e-4, 1e4)
+"""Beyond these, scaled logits overflow in single precision or carry no information."""
+
+
+def sampling_violation(params: SamplingParams) -> str | None:
+    """What is out of range whatever the vocabulary, as "name: got …, expected …"; None when all is well."""
+    low, high = _TEMPERATURES
+    has_temperature = params.temperature == 0 or low <= params.temperature <= high
+    rules = (
+        (has_temperature, "temperature", params.temperature, f"0 (greedy) or {low} to {high}"),
+        (0 < params.top_p <= 1, "top_p", params.top_p, "0 < top_p <= 1"),
+        (params.top_k == -1 or 1 <= params.top_k < 2**31, "top_k", params.top_k, "-1 (all) or 1 to 2147483647"),
+        (params.max_new_tokens >= 0, "max_new_tokens", params.max_new_tokens, "0 or more"),
+        (0 <= params.min_p <= 1, "min_p", params.min_p, "0 <= min_p <= 1"),
+        (0 < params.repetition_penalty <= 10, "repetition_penalty", params.repetition_penalty, "0 to 10, 0 excluded"),
+        (-2 <= params.presence_penalty <= 2, "presence_penalty", params.presence_penalty, "-2 to 2"),
+        (-2 <= params.frequency_penalty <= 2, "frequency_penalty", params.frequency_penalty, "-2 to 2"),
+        (params.top_logprobs >= 0, "top_logprobs", params.top_logprobs, "0 or more"),
+    )
+    return next((f"{name}: got {value}, expected {expected}" for holds, name, value, expected in rules if not holds),
+                None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One model call of a session: exact ids in, exact ids out."""

@@ -310,6 +310,7 @@ def test_weights_that_are_not_finite_or_older_are_refused(
     assert "not finite" in engine.update_weights(tmp_path / "nan", 1).message
     assert engine.update_weights(checkpoints[1], 5).success
     assert "versions only grow" in engine.update_weights(checkpoints[0], 4).message
+    assert "expected 0 to 2147483647" in engine.update_weights(checkpoints[0], 2**70).message
     assert engine.weight_version == 5
 
 
@@ -345,6 +346,23 @@ def test_abort_keeps_what_was_sampled_and_frees_the_slot(make_engine: MakeEngine
     assert item.finish_reason == "abort" and 3 <= len(item.output_ids) < 120
     assert never.result(WAIT_S).finish_reason == "abort" and never.sequence.output_ids == []
     assert waiting.result(WAIT_S).finish_reason == "length"
+
+
+def test_a_defect_outside_of_a_step_fails_every_request_and_is_kept(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    handle = engine.submit([1, 2, 3], greedy(200))
+
+    def plan() -> None:
+        raise OverflowError("a defect")
+
+    monkeypatch.setattr(engine._scheduler, "plan", plan)
+    with pytest.raises(EngineError, match=r"its thread ended \(OverflowError: a defect\); start it again"):
+        handle.result(WAIT_S)
+    assert "OverflowError" in str(engine.failure)
+    with pytest.raises(EngineClosedError):
+        engine.submit([1, 2, 3], greedy())
 
 
 def test_a_request_with_broken_logits_fails_and_the_others_go_on(make_engine: MakeEngine) -> None:

@@ -352,10 +352,23 @@ def test_wrong_settings_are_named(gateway, body, named):
     assert response.status_code == 400 and named in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("text", "named"), [
+    ('{"session_id": "x", "ttl_s": NaN}', "NaN is not JSON"), ('{"session_id": "x", "ttl_s": 1e400}', "ttl_s"),
+    ('{"session_id": "x", "sampling": {"temperature": -5}}', "sampling.temperature"),
+    ('{"session_id": "\\ud800"}', "session_id"), ('{"session_id": ".."}', "session_id")])
+def test_numbers_that_are_none_and_names_that_no_url_carries_are_refused(gateway, text, named):
+    response = httpx.post(f"{gateway.url}/sessions", content=text)
+    assert response.status_code == 400 and named in response.json()["error"]["message"]
+
+
 def test_wrong_endings_are_named(agent):
     client = agent()
     assert "outcome" in client.finish("won", 1.0).json()["error"]["message"]
     assert "reward" in client.finish("ok", "much").json()["error"]["message"]
+    for reward in ("NaN", "1e999", "-Infinity"):
+        text = f'{{"outcome": "ok", "reward": {reward}}}'
+        response = httpx.post(client.base_url.removesuffix("/v1") + "/finish", content=text)
+        assert response.status_code == 400
     assert client.finish("agent_error", None).status_code == 200
 
 

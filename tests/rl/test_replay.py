@@ -4,10 +4,11 @@ import json
 import pytest
 import torch
 
-from glm5.errors import ServiceError
+from glm5.errors import ConfigError, ServiceError
 from glm5.model.checkpoint import load_model
 from glm5.records import Trajectory
 from glm5.rl.replay import EpisodeFilter, export_episodes, mismatch_rows, read_episode, read_episodes, transcript
+from glm5.rl.summary import summary_rows
 from glm5.tokenizer.bpe import load_tokenizer
 
 from .factories import add_group, make_episode, open_ledger
@@ -41,7 +42,9 @@ def test_filters_combine(run_dir):
         return len(list(read_episodes(run_dir, EpisodeFilter(**chosen))))
 
     assert count(state="acked") == 4 and count(state="acked", limit=3) == 3
-    assert count(taskset="shell") == 0 and count(taskset="calculator", outcome="ok", state="dropped") == 2
+    with pytest.raises(ServiceError, match="no group of taskset 'shell'; it has calculator"):
+        count(taskset="shell")
+    assert count(taskset="calculator", outcome="ok", state="dropped") == 2
 
 
 def test_an_export_holds_the_exact_records(run_dir, tmp_path):
@@ -56,6 +59,32 @@ def test_what_is_not_there_is_named(tmp_path, run_dir):
         list(read_episodes(tmp_path / "nowhere", EpisodeFilter()))
     with pytest.raises(ServiceError, match="no episode 'x'; list them"):
         read_episode(run_dir, "x")
+
+
+def test_an_export_makes_its_folder_and_a_path_with_marks_is_read(run_dir, tmp_path):
+    odd = tmp_path / "we#ird?d %20"
+    odd.mkdir()
+    (run_dir / "ledger.sqlite").rename(odd / "ledger.sqlite")
+    assert export_episodes(odd, tmp_path / "new" / "folder" / "e.jsonl", EpisodeFilter(limit=2)) == 2
+    assert len((tmp_path / "new" / "folder" / "e.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("content", "named"), [
+    (b"", "ledger format 0, expected"), (b"no database" * 400, "not a readable ledger"),
+    (None, "not a readable ledger")])
+def test_a_ledger_that_is_empty_foreign_or_cut_off_is_one_line(run_dir, content, named):
+    path = run_dir / "ledger.sqlite"
+    path.write_bytes(path.read_bytes()[:9000] if content is None else content)
+    for read in (lambda: list(read_episodes(run_dir, EpisodeFilter())), lambda: summary_rows(run_dir)):
+        with pytest.raises(ServiceError, match=named) as caught:
+            read()
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [{"outcome": "won"}, {"state": "done"}])
+def test_unknown_filters_are_named(wrong):
+    with pytest.raises(ConfigError, match="expected one of"):
+        EpisodeFilter(**wrong)
 
 
 def test_a_checkpoint_scores_its_own_tokens_as_recorded_and_shows_them(run_dir, checkpoint):

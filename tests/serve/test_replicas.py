@@ -44,9 +44,10 @@ class Pair:
         return answer.json()
 
     def wait_replaced(self, pid: int) -> None:
-        """Until both are alive and neither is process ``pid``."""
+        """Until both are alive and neither is process ``pid``: asked in this order, as a process that is gone stays so,
+        while its death may be noticed between the two questions."""
         deadline = time.monotonic() + 120
-        while self.client.get("/health").json()["replicas_alive"] < 2 or pid in self.pids():
+        while pid in self.pids() or self.client.get("/health").json()["replicas_alive"] < 2:
             assert time.monotonic() < deadline, "the replica was not started again"
             time.sleep(0.1)
 

@@ -43,6 +43,14 @@ for name, (description, commands) in _GROUPS.items():
     app.add_typer(group, name=name)
 
 
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space or choose another run directory"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it accessible or choose another place"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "correct the path"),
+}
+"""What a user can do about an error of the operating system, by its number; others are defects and show where."""
+
+
 def main() -> None:
     """Entry point: errors that a user can fix are one line and exit code 2."""
     from glm5.process import die_with_parent
@@ -58,10 +66,8 @@ def main() -> None:
             print("interrupted; run the same command again to continue", file=sys.stderr)
         raise
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
-                               errno.ENOTDIR, errno.EEXIST):
+        if error.errno not in _REMEDIES:
             raise
         where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror}; free some space or choose another run directory, then run again",
-              file=sys.stderr)
+        print(f"error: {where}{error.strerror}; {_REMEDIES[error.errno]}, then run again", file=sys.stderr)
         sys.exit(2)

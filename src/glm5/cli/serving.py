@@ -10,6 +10,7 @@ import typer
 
 from glm5.cli.options import AsJson, Device, Host, Port, ReadyFile, print_results
 from glm5.device import AUTO
+from glm5.errors import ConfigError
 
 
 def serve(context: typer.Context, directory: Path, host: Host = "127.0.0.1", port: Port = 8000,
@@ -86,6 +87,10 @@ def generate(directory: Path, prompt: str,
     from glm5.records import SamplingParams
     from glm5.serve.generate import generate_text
 
+    if not prompt:
+        raise ConfigError("PROMPT: got an empty text, expected at least one character; give the text to continue")
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens: got {max_new_tokens}, expected 1 or more")
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     for piece in generate_text(directory, prompt, params):
         print(piece, end="", flush=True)
@@ -94,11 +99,12 @@ def generate(directory: Path, prompt: str,
 
 def chat(target: Annotated[str, typer.Argument(help="A checkpoint directory or the base URL of a server.")],
          temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
-         thinking: Annotated[bool, typer.Option(help="Let the model think before it answers.")] = True) -> None:
+         thinking: Annotated[bool, typer.Option(help="Let the model think before it answers.")] = True,
+         api_key: Annotated[str, typer.Option(help="Key of the server.", envvar="GLM5_API_KEY")] = "") -> None:
     """Talk to a checkpoint or a server in the terminal."""
     from glm5.serve.generate import chat_loop
 
-    chat_loop(target, temperature=temperature, thinking=thinking)
+    chat_loop(target, temperature=temperature, thinking=thinking, api_key=api_key)
 
 
 def adapter(url: Annotated[str, typer.Argument(help="URL of the external engine.")],

@@ -83,20 +83,24 @@ _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 async def read_json(request: Request, max_bytes: int, timeout_s: float) -> dict[str, Any]:
-    """The body as a JSON object. Raises ApiError 400 when it is not one, 413 when it is too large, 408 when it takes
-    longer than ``timeout_s``."""
+    """The body as a JSON object. Raises ApiError 400 when it is not one, and as ``read_body`` does."""
+    body = await read_body(request, max_bytes, timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
-            body = await _read(request, max_bytes)
-    except TimeoutError:
-        raise ApiError(408, f"body: not complete after {timeout_s:g} s; send it faster", "body_timeout") from None
-    try:
-        data = json.loads(body, parse_constant=_refuse_constant)
+        data = json.loads(body, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"body: not valid JSON ({error}); send a JSON object", "invalid_json") from None
     if not isinstance(data, dict):
         raise ApiError(400, f"body: got {_kind(data)}, expected a JSON object", "invalid_json")
     return data
+
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """The body. Raises ApiError 413 when it is too large, 408 when it takes longer than ``timeout_s``."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(request, max_bytes)
+    except TimeoutError:
+        raise ApiError(408, f"body: not complete after {timeout_s:g} s; send it faster", "body_timeout") from None
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
@@ -173,7 +177,8 @@ def _finite(name: str, value: float) -> float:
     return number
 
 
-def _refuse_constant(text: str) -> float:
+def refuse_constant(text: str) -> float:
+    """``parse_constant`` of ``json.loads``: NaN and infinities are Python's own and not JSON. Raises ValueError."""
     raise ValueError(f"{text} is not JSON")
 
 

@@ -33,7 +33,14 @@ from glm5.engine.grammar import Grammars
 from glm5.engine.handover import CachedPrefix
 from glm5.engine.prefix_cache import PrefixCache
 from glm5.engine.replacement import load_replacement, load_weights
-from glm5.engine.requests import EngineClosedError, InvalidRequestError, Sequence, check_prompt, check_sampling
+from glm5.engine.requests import (
+    EngineClosedError,
+    InvalidRequestError,
+    Sequence,
+    check_prompt,
+    check_sampling,
+    check_version,
+)
 from glm5.engine.runner import Runner, StepResult
 from glm5.engine.sampler import mix_seed
 from glm5.engine.scheduler import Scheduler, StepPlan
@@ -100,10 +107,13 @@ class Engine:
         grammars: Grammars | None = None,
     ) -> None:
         """``grammars`` is needed by requests that carry one."""
+        check_version(weight_version)
         self.config = config or EngineConfig()
         self.vocab_size = model.config.vocab_size
         self.max_context = self.config.max_context or model.config.max_position_embeddings
         self.model_path = model_path
+        self.failure: EngineError | None = None
+        """What ended the engine's thread, when something did."""
         self._stop_ids = frozenset(stop_ids)
         self._grammars = grammars
         _check_drafting(model, self.config)
@@ -230,6 +240,7 @@ class Engine:
         start = time.perf_counter()
         with self._update_lock:
             try:
+                check_version(version)
                 if version < self.weight_version:
                     raise EngineError(
                         f"weight_version {version}: {self.weight_version} is in force and versions only grow; raise it"
@@ -351,11 +362,14 @@ class Engine:
             torch.set_num_threads(self.config.threads)
         try:
             self._loop()
+        except Exception as error:  # a defect: nothing runs any more, and whoever serves this engine must see it
+            _log.exception("the engine's thread ended")
+            self.failure = EngineError(f"engine: its thread ended ({type(error).__name__}: {error}); start it again")
         finally:
             self._is_closing = self._is_closed = True
             self._drain()
             for request_id in list(self._open):
-                self._stop(request_id, "abort")
+                self._stop(request_id, None if self.failure else "abort", self.failure)
 
     def _loop(self) -> None:
         while True:

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from glm5.errors import EngineError
-from glm5.records import FinishReason, SamplingParams, TopLogprobs
+from glm5.records import FinishReason, SamplingParams, TopLogprobs, sampling_violation
 
 if TYPE_CHECKING:
     from glm5.engine.grammar import Constraint
 
 MAX_TOP_LOGPROBS = 20
-_TEMPERATURES = (1e-4, 1e4)
-"""Beyond these, scaled logits overflow in single precision or carry no information."""
+"""As many as OpenAI's API reports."""
 
 
 class InvalidRequestError(EngineError):
@@ -132,29 +131,20 @@ def check_prompt(ids: list[int] | np.ndarray, vocab_size: int, max_context: int)
     return prompt.astype(np.int64)
 
 
+def check_version(version: int) -> None:
+    """Raises InvalidRequestError for a policy version that records of turns cannot hold (32 bits)."""
+    if not 0 <= version < 2**31:
+        raise InvalidRequestError(f"weight_version: got {version}, expected 0 to {2**31 - 1}; correct it")
+
+
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raises InvalidRequestError when a sampling parameter is out of range."""
-    low, high = _TEMPERATURES
-    has_temperature = params.temperature == 0 or low <= params.temperature <= high
-    rules = (
-        (has_temperature, "temperature", params.temperature, f"0 (greedy) or {low} to {high}"),
-        (0 < params.top_p <= 1, "top_p", params.top_p, "0 < top_p <= 1"),
-        (params.top_k == -1 or 1 <= params.top_k < 2**31, "top_k", params.top_k, "-1 (all) or 1 to 2147483647"),
-        (params.max_new_tokens >= 0, "max_new_tokens", params.max_new_tokens, "0 or more"),
-        (0 <= params.min_p <= 1, "min_p", params.min_p, "0 <= min_p <= 1"),
-        (0 < params.repetition_penalty <= 10, "repetition_penalty", params.repetition_penalty, "0 to 10, 0 excluded"),
-        (-2 <= params.presence_penalty <= 2, "presence_penalty", params.presence_penalty, "-2 to 2"),
-        (-2 <= params.frequency_penalty <= 2, "frequency_penalty", params.frequency_penalty, "-2 to 2"),
-        (
-            0 <= params.top_logprobs <= min(MAX_TOP_LOGPROBS, vocab_size),
-            "top_logprobs",
-            params.top_logprobs,
-            f"0 to {MAX_TOP_LOGPROBS}",
-        ),
-    )
-    for holds, name, value, expected in rules:
-        if not holds:
-            raise InvalidRequestError(f"{name}: got {value}, expected {expected}; correct it")
+    violation = sampling_violation(params)
+    if violation is not None:
+        raise InvalidRequestError(f"{violation}; correct it")
+    most = min(MAX_TOP_LOGPROBS, vocab_size)
+    if params.top_logprobs > most:
+        raise InvalidRequestError(f"top_logprobs: got {params.top_logprobs}, expected 0 to {most}; correct it")
     for stop in params.stop_token_ids or ():
         if not 0 <= stop < vocab_size:
             raise InvalidRequestError(f"stop_token_ids: got id {stop}, expected 0 <= id < {vocab_size}; correct it")

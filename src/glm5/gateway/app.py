@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import math
 import secrets
 import time
 from collections import Counter
@@ -28,7 +29,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from glm5.dialects.protocol import ApiError, dump, to_api_error
+from glm5.dialects.protocol import ApiError, dump, read_body, refuse_constant, to_api_error
 from glm5.errors import GatewayError, Glm5Error
 from glm5.gateway import history
 from glm5.gateway.recorder import Recorder
@@ -49,6 +50,8 @@ KEEP_ALIVE_S = 2.0
 RETENTION_S = 600.0
 """How long the turns of a closed session stay on disk: a repeated ``finish`` gets the same trajectories."""
 SWEEP_PERIOD_S = 1.0
+_MAX_BODY_BYTES, _BODY_TIMEOUT_S = 64 << 20, 60.0
+"""A request of an agent holds its whole history: far more than a context of text, never more than a disk would like."""
 
 
 class Gateway:
@@ -121,8 +124,9 @@ class Gateway:
         outcome, reward = data.get("outcome", "ok"), data.get("reward")
         if outcome not in OUTCOMES:
             raise ApiError(400, f"outcome: got {outcome!r}, expected one of {', '.join(OUTCOMES)}", param="outcome")
-        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, (int, float))):
-            raise ApiError(400, f"reward: got {reward!r}, expected a number or null", param="reward")
+        is_number = isinstance(reward, (int, float)) and not isinstance(reward, bool) and math.isfinite(reward)
+        if reward is not None and not is_number:
+            raise ApiError(400, f"reward: got {reward!r}, expected a finite number or null", param="reward")
         session_id = request.path_params["session_id"]
         session = self._sessions.get(session_id)
         if session is None:
@@ -176,13 +180,13 @@ class Gateway:
     async def count_tokens(self, request: Request) -> Response:
         """``POST /sessions/ID/v1/messages/count_tokens``. Nothing is recorded."""
         session = await self._authorised(request)
-        return _json_response(count_prompt(session, _object(await request.body()), self._tokenizer))
+        return _json_response(count_prompt(session, _object(await _body(request)), self._tokenizer))
 
     def answering(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         """Endpoint of ``POST /sessions/ID/v1/DIALECT``."""
         async def answer(request: Request) -> Response:
             session = await self._authorised(request)
-            body = await request.body()
+            body = await _body(request)
             key = request.headers.get("idempotency-key", "")
             digest = history.digest(f"{dialect}\0{key}\0".encode() + body)
             data = _object(body)
@@ -358,13 +362,17 @@ def _written(reply: Reply) -> Response:
     return Response(reply.content, media_type="text/event-stream" if reply.is_stream else "application/json")
 
 
+async def _body(request: Request) -> bytes:
+    return await read_body(request, _MAX_BODY_BYTES, _BODY_TIMEOUT_S)
+
+
 async def _json_object(request: Request) -> dict[str, Any]:
-    return _object(await request.body())
+    return _object(await _body(request))
 
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        data = json.loads(body) if body else {}
+        data = json.loads(body, parse_constant=refuse_constant) if body else {}
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
     if not isinstance(data, dict):

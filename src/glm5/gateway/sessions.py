@@ -9,6 +9,7 @@ no turn fits, or appending cannot express the change, the whole history is rende
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from glm5.dialects.protocol import ApiError
 from glm5.errors import GatewayError
 from glm5.gateway.history import History, HistoryReader
 from glm5.gateway.tree import Node, Origin, Plan, changed, shared_length
-from glm5.records import SamplingParams, Turn, TurnRole
+from glm5.records import SamplingParams, Turn, TurnRole, sampling_violation
 from glm5.tokenizer.bpe import Tokenizer
 from glm5.tokenizer.chat import continuation_segments
 
@@ -59,12 +60,17 @@ class SessionSettings:
     """Roles whose sampled ids are trained."""
 
     def __post_init__(self) -> None:
-        if not self.session_id or "/" in self.session_id:
-            raise GatewayError(f"session_id: got {self.session_id!r}, expected a name without '/'")
+        if not self.session_id.isprintable() or "/" in self.session_id or self.session_id in ("", ".", ".."):
+            raise GatewayError(f"session_id: got {self.session_id!r}, expected a printable name without '/'")
+        if not math.isfinite(self.ttl_s):
+            raise GatewayError(f"ttl_s: got {self.ttl_s}, expected a finite number of seconds")
         for name, value in (("ttl_s", self.ttl_s), ("max_turns", self.max_turns), ("max_tokens", self.max_tokens),
                             ("sampling.max_new_tokens", self.sampling.max_new_tokens)):
             if value is not None and value <= 0:
                 raise GatewayError(f"{name}: got {value}, expected a positive number")
+        violation = sampling_violation(self.sampling)
+        if violation is not None:
+            raise GatewayError(f"sampling.{violation}")
 
 
 @dataclass(slots=True)

@@ -172,7 +172,8 @@ class Store:
         self._connection.close()
 
     def _explain(self, error: Exception) -> GatewayError:
-        return GatewayError(f"{self.path}: {error}; nothing was recorded; free space on its disk, then run again")
+        remedy = "free space on its disk, then run again" if isinstance(error, sqlite3.Error) else "send other values"
+        return GatewayError(f"{self.path}: {error}; nothing was recorded; {remedy}")
 
     def _open(self) -> sqlite3.Connection:
         try:

@@ -23,7 +23,7 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,24 @@ class LeasedBatch:
     samples: list[Sample]
     staleness: dict[str, int]
     """Steps between the trainer and the oldest version of each sample's episode, by sample id."""
+
+
+@contextmanager
+def reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
+    """The ledger of a run directory, read-only, while the run may go on. Raises ServiceError when there is none, or no
+    readable one."""
+    path = run_dir / "ledger.sqlite"
+    if not path.is_file():
+        raise ServiceError(f"{path}: missing; give the run directory of an RL run")
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)) as database:
+            found = int(database.execute("PRAGMA user_version").fetchone()[0])
+            if found != FORMAT:
+                raise ServiceError(f"{path}: ledger format {found}, expected {FORMAT}; give the run directory of an RL "
+                                   "run, or use the version that wrote it")
+            yield database
+    except sqlite3.Error as error:
+        raise ServiceError(f"{path}: not a readable ledger ({error}); give the run directory of an RL run") from None
 
 
 class Ledger:

@@ -6,19 +6,18 @@ Everything opens the ledger read-only, so that a run may go on meanwhile.
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glm5.errors import ServiceError
-from glm5.records import Episode, Trajectory, to_json
-from glm5.rl.ledger import episode_of_row
+from glm5.errors import ConfigError, ServiceError
+from glm5.records import OUTCOMES, Episode, Trajectory, to_json
+from glm5.rl.ledger import episode_of_row, reading
 from glm5.runlog import write_atomic
 from glm5.tokenizer.bpe import load_tokenizer
 
+GROUP_STATES = ("open", "ready", "leased", "acked", "dropped")
 _COLUMNS = ("episodes.episode_id, episodes.group_id, task_id, taskset, outcome, reward, episodes.reason, started_at, "
             "duration_s, body, slot, final, excluded, multiplicity, groups.state, groups.reason, batch_id, "
             "trainer_step")
@@ -59,33 +58,31 @@ class EpisodeFilter:
     limit: int | None = None
     """Newest so many."""
 
-
-def ledger_path(run_dir: Path) -> Path:
-    """The ledger of a run directory. Raises ServiceError when there is none."""
-    path = run_dir / "ledger.sqlite"
-    if not path.is_file():
-        raise ServiceError(f"{path}: missing; give the run directory of an RL run")
-    return path
+    def __post_init__(self) -> None:
+        for name, value, known in (("outcome", self.outcome, OUTCOMES), ("state", self.state, GROUP_STATES)):
+            if value is not None and value not in known:
+                raise ConfigError(f"{name}={value!r}: expected one of {', '.join(known)}")
 
 
 def read_episodes(run_dir: Path, chosen: EpisodeFilter) -> Iterator[LedgerEpisode]:
-    """Matching episodes, newest first. Raises ServiceError when there is no ledger."""
+    """Matching episodes, newest first. Raises ServiceError when there is no ledger, or none of the taskset."""
     conditions = {"taskset = ?": chosen.taskset, "outcome = ?": chosen.outcome, "groups.state = ?": chosen.state}
     used = {condition: value for condition, value in conditions.items() if value is not None}
     where = " WHERE " + " AND ".join(used) if used else ""
     limit = -1 if chosen.limit is None else chosen.limit
-    with closing(_open(ledger_path(run_dir))) as database:
+    if chosen.taskset is not None:
+        _require_taskset(run_dir, chosen.taskset)
+    with reading(run_dir) as database:
         for row in database.execute(f"{_QUERY}{where} ORDER BY episodes.rowid DESC LIMIT ?", (*used.values(), limit)):
             yield _ledger_episode(row)
 
 
 def read_episode(run_dir: Path, episode_id: str) -> LedgerEpisode:
     """One episode. Raises ServiceError when the ledger does not hold it."""
-    path = ledger_path(run_dir)
-    with closing(_open(path)) as database:
+    with reading(run_dir) as database:
         row = database.execute(f"{_QUERY} WHERE episodes.episode_id = ?", (episode_id,)).fetchone()
     if row is None:
-        raise ServiceError(f"{path}: no episode {episode_id!r}; list them with glm5 ledger list")
+        raise ServiceError(f"{run_dir}: no episode {episode_id!r}; list them with glm5 ledger list")
     return _ledger_episode(row)
 
 
@@ -95,6 +92,7 @@ def export_episodes(run_dir: Path, output: Path, chosen: EpisodeFilter) -> int:
     for item in read_episodes(run_dir, chosen):
         fate = {key: value for key, value in to_json(item).items() if key != "episode"}
         lines.append(json.dumps({**to_json(item.episode), **fate}) + "\n")
+    output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, "".join(lines))
     return len(lines)
 
@@ -145,8 +143,11 @@ def mismatch_rows(item: LedgerEpisode, checkpoint: Path) -> list[dict[str, Any]]
             {"name": "replay.k3", "value": float((delta.double().expm1() - delta.double()).mean()), "unit": "nats"}]
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)
+def _require_taskset(run_dir: Path, taskset: str) -> None:
+    with reading(run_dir) as database:
+        known = [name for (name,) in database.execute("SELECT DISTINCT taskset FROM groups ORDER BY taskset")]
+    if taskset not in known:
+        raise ServiceError(f"{run_dir}: no group of taskset {taskset!r}; it has {', '.join(known) or 'none'}")
 
 
 def _ledger_episode(row: tuple[Any, ...]) -> LedgerEpisode:

@@ -5,25 +5,21 @@ Steps that a crash undid appear twice in the metrics; curves keep the last recor
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from glm5.errors import ServiceError
 from glm5.rl import audit
+from glm5.rl.ledger import reading
 from glm5.runlog import read_jsonl
 
 
 def summary_rows(run_dir: Path) -> list[dict[str, Any]]:
     """Result rows: ``busy.trainer`` and ``busy.engine`` (share of the wall time of the steps), ``tokens_per_s.rl``,
     ``episodes.FATE``, ``episodes.retried``, ``groups.STATE``, ``groups.dropped.REASON``, ``staleness.AGE`` (trained
-    episodes by age in steps), ``ledger.violations``. Every fate and reason has its row, 0 included."""
-    path = run_dir / "ledger.sqlite"
-    if not path.exists():
-        raise ServiceError(f"{path}: missing; give the run directory of an RL run")
-    with closing(sqlite3.connect(path, timeout=30)) as database:
+    episodes by age in steps), ``ledger.violations``. Every fate and reason has its row, 0 included.
+    Raises ServiceError without a readable ledger."""
+    with reading(run_dir) as database:
         counts, violations = audit.counts(database), audit.violations(database)
         staleness = audit.trained_staleness(database)
     records = read_jsonl(run_dir / "metrics.jsonl")

@@ -361,7 +361,7 @@ def serve(
     try:
         app = build_app(engine, tokenizer, model_name or path.resolve().name, config)
         protocol = deadline_protocol(config.header_timeout_s)
-        serve_app(app, host, port, ready_file, grace_s=config.shutdown_timeout_s, protocol=protocol)
+        serve_app(app, host, port, ready_file, lambda: engine.failure, config.shutdown_timeout_s, protocol)
     finally:
         engine.close()
         if leader is not None:

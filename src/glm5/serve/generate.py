@@ -56,15 +56,17 @@ def chat_loop(
     temperature: float = 0.7,
     thinking: bool = True,
     max_tokens: int | None = None,
+    api_key: str = "",
     read: Callable[[str], str] = input,
     write: Callable[[str], None] = _show,
 ) -> None:
     """Talk to ``target`` until the input ends. ``max_tokens`` bounds an answer; None leaves it to the context.
+    ``api_key`` is the server's, where it wants one.
 
     ``read`` asks with a prompt, ``write`` shows a piece of text.
     """
     messages: list[dict[str, Any]] = []
-    with open_target(target) as opened:
+    with open_target(target, api_key) as opened:
         write(_HELP + "\n")
         while True:
             try:
@@ -92,11 +94,13 @@ def chat_loop(
 
 
 @contextmanager
-def open_target(target: str | Path) -> Iterator[Target]:
+def open_target(target: str | Path, api_key: str = "") -> Iterator[Target]:
     """The target as a stream of events; a directory is loaded here and released at the end."""
     if str(target).startswith(("http://", "https://")):
         timeout = httpx.Timeout(_READ_S, connect=_CONNECT_S)
-        with httpx.Client(base_url=str(target).rstrip("/").removesuffix("/v1"), timeout=timeout) as client:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        base_url = str(target).rstrip("/").removesuffix("/v1")
+        with httpx.Client(base_url=base_url, timeout=timeout, headers=headers) as client:
             yield _Remote(client)
         return
     from glm5.tokenizer.bpe import load_tokenizer
@@ -156,6 +160,9 @@ class _Remote:
                     raise ServiceError(f"{response.url}: status {response.status_code}: {_error_text(response)}")
                 for line in response.iter_lines():
                     yield from _decode(line)
+        except httpx.HTTPStatusError as error:
+            status = error.response.status_code
+            raise ServiceError(f"{error.request.url}: status {status}: {_error_text(error.response)}") from None
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
             raise ServiceError(
                 f"{self._client.base_url}: {type(error).__name__}: {error}; is a server running there?"
