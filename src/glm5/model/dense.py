@@ -12,6 +12,7 @@ U slots.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from glm5.device import HOST
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.cache import CacheKind, ExactEntries, KeyCache
 from glm5.model.checkpoint import copy_tokenizer, replacing
+from glm5.model.parts import TokenPart
 from glm5.model.shards import ShardWriter, TensorSpec
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -40,6 +42,10 @@ class DenseOutput:
     """[B, T, W]; None from ``hidden``."""
     hidden_BTD: Tensor
     """After the final norm."""
+    expert_load_LE: Tensor
+    """No row: there are no experts. It and the next stand for what losses of either family add up."""
+    balance_loss: Tensor
+    """Zero."""
 
 
 class DenseCausalLM(nn.Module):
@@ -50,6 +56,7 @@ class DenseCausalLM(nn.Module):
         super().__init__()
         self.network = network
         self.config = network.config
+        self.part = TokenPart()
 
     @property
     def lm_head(self) -> nn.Linear:
@@ -60,17 +67,22 @@ class DenseCausalLM(nn.Module):
     def forward(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None,
                 documents_BT: Tensor | None = None) -> DenseOutput:
         """Logits of packed rows; arguments as for ``hidden``."""
-        hidden_BTD = self.hidden(input_ids_BT, positions_BT, documents_BT).hidden_BTD
-        return DenseOutput(self.lm_head(hidden_BTD), hidden_BTD)
+        output = self.hidden(input_ids_BT, positions_BT, documents_BT)
+        return dataclasses.replace(output, logits=self.lm_head(output.hidden_BTD))
 
     def hidden(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None, documents_BT: Tensor | None = None, *,
-               attention: str = "dense") -> DenseOutput:
+               attention: str = "dense", indexer_loss: bool = False) -> DenseOutput:
         """Hidden states of packed rows; ``documents_BT`` is a document id per token, -1 for padding, and attention is
-        causal within a document. ``attention`` is for callers that run either family: it is dense in any case."""
+        causal within a document. ``attention`` is for callers that run either family: it is dense in any case.
+        Raises ConfigError for a loss of indexers, which there are none."""
         del attention
+        if indexer_loss:
+            raise ConfigError(f"a model of type {self.config.model_type} has no indexers to train; set "
+                              "train_indexer = false")
         if positions_BT is None:
             positions_BT = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device).expand(input_ids_BT.shape)
-        return DenseOutput(None, self._run(input_ids_BT, positions_BT, _PackedRows(documents_BT)))
+        hidden_BTD = self._run(input_ids_BT, positions_BT, _PackedRows(documents_BT))
+        return DenseOutput(None, hidden_BTD, hidden_BTD.new_zeros(0, 1), hidden_BTD.new_zeros(()))
 
     def new_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *,
                   table_UZ: Tensor, with_mtp: bool = False, kind: CacheKind = "auto") -> DenseKeyCache:

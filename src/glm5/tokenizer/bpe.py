@@ -258,6 +258,10 @@ class Tokenizer:
             segments = [*segments, *generation_prompt(enable_thinking)]
         return self._render_segments(segments).ids
 
+    def closing_ids(self, with_calls: bool) -> list[int]:
+        """What ends a rendered conversation whose last message is an answer, ``with_calls`` or without."""
+        return [self.special_id("<|observation|>" if with_calls else "<|user|>")]
+
     def parse(self, text: str, tools: Sequence[Tool] | None = None, thinking: bool = True) -> ParsedMessage:
         """Reasoning, content and tool calls of sampled text (see ``glm5.tokenizer.parse``)."""
         return parse_message(text, tools, thinking)

@@ -91,8 +91,8 @@ class TemplateTokenizer(Tokenizer):
         tokenizer = cls(encoder, str(directory / TOKENIZER_FILE), template, stop_ids=stop_ids, variables=variables)
         rows = _read_json(directory / "config.json").get("vocab_size", tokenizer.vocab_size)
         if tokenizer.vocab_size > rows:
-            raise CheckpointError(f"{directory / TOKENIZER_FILE}: has {tokenizer.vocab_size} ids, config.json "
-                                  f"gives the model vocab_size={rows}; take the tokenizer that the model was trained with")
+            raise CheckpointError(f"{directory / TOKENIZER_FILE}: has {tokenizer.vocab_size} ids, the model "
+                                  f"vocab_size={rows}; take the tokenizer that the model was trained with")
         return tokenizer
 
     @property
@@ -157,6 +157,10 @@ class TemplateTokenizer(Tokenizer):
         if previous_ids[-1] == self._added[self._closing]:
             end += len(self._closing)
         return self._encode_rendered(text[end:])
+
+    def closing_ids(self, with_calls: bool) -> list[int]:
+        """Nothing: the template has written it."""
+        return []
 
     def parse(self, text: str, tools: Sequence[Tool] | None = None, thinking: bool = True) -> ParsedMessage:
         """Reasoning, content and tool calls of sampled text (see ``calls``)."""

@@ -25,8 +25,6 @@ _NAMES = (
     "Thomas", "Tina", "Victor", "Walter", "Wendy", "Zoe")
 _WORDINGS = ("In which room is {name}?", "What is the room number of {name}?", "Where do I find {name}?",
              "I have a letter for {name}. Which room?", "Tell me the room of {name}.")
-_HINT = (" Use lookup first:\n<tool_call>\n"
-         '{{"name": "lookup", "arguments": {{"person": "{other}"}}}}\n</tool_call>\nThen answer with the room.')
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +32,6 @@ class _Instance:
     name: str
     room: int
     wording: int
-    other: str
-    """Name in the example of a call."""
 
     def content(self) -> str:
         return f"{self.name} {self.room}"
@@ -54,7 +50,7 @@ class Rooms:
     def task(self, split: str, index: int) -> Task:
         """A question; ``data``: name, room, content."""
         instance = draw(self.name, split, index, _make, _Instance.content)
-        question = _WORDINGS[instance.wording].format(name=instance.name) + _HINT.format(other=instance.other)
+        question = _WORDINGS[instance.wording].format(name=instance.name)
         return Task(task_id=f"{self.name}/{split}/{index}", taskset=self.name, split=split, instruction=question,
                     data={"name": instance.name, "room": instance.room, "content": instance.content()})
 
@@ -86,8 +82,7 @@ class Rooms:
 
 
 def _make(rng: random.Random) -> _Instance:
-    name, other = rng.sample(_NAMES, 2)
-    return _Instance(name, rng.randint(100, 999), rng.randrange(len(_WORDINGS)), other)
+    return _Instance(rng.choice(_NAMES), rng.randint(100, 999), rng.randrange(len(_WORDINGS)))
 
 
 def _has_looked_up(messages: list[Message], name: str) -> bool:
