@@ -35,6 +35,7 @@ def test_a_run_on_three_nodes_is_placed_by_resources(checkpoint, tmp_path, monke
     install(site)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *sys.path]))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")  # a busy machine starts three nodes slowly
     ray = import_ray()
     small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "resources": {"trainer_node": 1}, **small})
