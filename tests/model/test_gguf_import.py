@@ -97,6 +97,14 @@ def test_quantised_tensors_are_dequantised_and_a_wheel_is_opened(tmp_path):
     torch.testing.assert_close(after, before, rtol=0, atol=float(before.abs().max()) / 127)
 
 
+def test_an_untied_head_is_the_embedding_once_more(tmp_path):
+    write_gguf(write_dense(tmp_path / "source", "llama"), tmp_path / "model.gguf", "llama")
+    assert import_gguf(tmp_path / "model.gguf", tmp_path / "out", untie=True).tensors == 21
+    network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    head, embedding = network.lm_head.weight, network.get_input_embeddings().weight
+    assert torch.equal(head, embedding) and head.data_ptr() != embedding.data_ptr()
+
+
 def test_what_is_no_such_model_is_one_line(tmp_path):
     (tmp_path / "text.gguf").write_text("not a model, whatever its name says")
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")

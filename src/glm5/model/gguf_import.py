@@ -52,8 +52,9 @@ class Imported:
     """Tensors by their type in the file."""
 
 
-def import_gguf(source: Path, target: Path, dtype: torch.dtype = torch.float32) -> Imported:
-    """Write the model of ``source`` into directory ``target``, its weights in ``dtype``.
+def import_gguf(source: Path, target: Path, dtype: torch.dtype = torch.float32, untie: bool = False) -> Imported:
+    """Write the model of ``source`` into directory ``target``, its weights in ``dtype``; ``untie`` gives a head that is
+    the embedding a tensor of its own.
 
     Raises CheckpointError for a file that is none or of another architecture, ConfigError without the library.
     """
@@ -66,6 +67,9 @@ def import_gguf(source: Path, target: Path, dtype: torch.dtype = torch.float32) 
         facts = {name: field.contents() for name, field in reader.fields.items()}
         config = _config(facts, {tensor.name for tensor in reader.tensors}, source)
         tensors = dict(_tensors(gguf, reader.tensors, config, dtype, source))
+        if untie and config["tie_word_embeddings"]:
+            config["tie_word_embeddings"] = False
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         encoder = _tokenizer(facts, source)
         with replacing(target) as temporary:
             specs = {name: TensorSpec(dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
