@@ -72,6 +72,8 @@ class Played:
     lost: list[str] = field(default_factory=list)
     max_load: float = 0.0
     """Largest number of sessions on a rank over the mean."""
+    moves: int = 0
+    """Sessions that changed their rank, each at the price of its whole prefix."""
 
 
 @contextmanager
@@ -120,6 +122,7 @@ async def play(engines: list[Rank], router: Router, name: str, sessions: int, tu
     victim = engines[0]
     before = {rank.url: await prefilled(http, rank) for rank in engines}
     after: dict[str, int] = {}
+    victims: list[Rank] = []
 
     async def session(number: int) -> None:
         draw = random.Random(f"{name}-{number}")
@@ -132,7 +135,8 @@ async def play(engines: list[Rank], router: Router, name: str, sessions: int, tu
             loads = [router.num_sessions(url) for url in router.engine_urls if router.is_alive(url)]
             if sum(loads) == sessions:
                 played.max_load = max(played.max_load, max(loads) * len(loads) / sessions)
-            if kill and victim.url not in after and 2 * played.turns >= sessions * turns:
+            if kill and not victims and 2 * played.turns >= sessions * turns:
+                victims.append(victim)  # first, because other sessions go on while the rank is asked
                 after[victim.url] = await prefilled(http, victim)
                 os.kill(victim.process.pid, signal.SIGKILL)
             if turn + 1 < turns:
@@ -158,7 +162,7 @@ async def play(engines: list[Rank], router: Router, name: str, sessions: int, tu
         await asyncio.gather(health, return_exceptions=True)
         pool.close()
         http.close()
-    played.prefilled = sum(after[url] - before[url] for url in after)
+    played.prefilled, played.moves = sum(after[url] - before[url] for url in after), router.num_moves
     return played
 
 
@@ -183,6 +187,7 @@ def main() -> None:
         ratio, goal = played.prefilled / played.appended, goals[run]
         rows.append(Row(name=f"routing.{run}.prefill_ratio", value=ratio, unit="ratio", n=played.turns,
                         goal=None if goal is None else f"at most {goal}", met=None if goal is None else ratio <= goal))
+    rows += [Row(name=f"routing.{run}.moves", value=runs[run].moves, unit="sessions") for run in ("affine", "killed")]
     lost, load = len(runs["killed"].lost), runs["affine"].max_load
     rows.append(Row(name="routing.killed.lost_sessions", value=lost, unit="sessions", n=options.sessions, goal="0",
                     met=lost == 0))

@@ -17,6 +17,7 @@ import os
 import resource
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,13 @@ from glm5.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 HOST = "cpu"
 """The processor and its memory: where files are read to and where everything can run."""
+HOST_BACKEND = "gloo"
+BACKENDS = {HOST_BACKEND: HOST, "nccl": "cuda"}
+"""Communication libraries of a process group of its own, each with the kind of memory that it sends from."""
 AUTO = "auto"
 """The accelerator when there is one, else ``HOST``."""
 PLUGINS: Mapping[str, str] = {
@@ -106,6 +111,19 @@ def collective_backend(device: torch.device) -> str:
     except ValueError:
         raise ConfigError(f"device={device.type!r} has no communication library registered with PyTorch; train in one "
                           "process, or install the plug-in's") from None
+
+
+def open_process_group(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
+                       ) -> tuple[dist.ProcessGroup, torch.device]:
+    """A process group beside the default one, and the device of the tensors that it sends. ``backend``: one of
+    ``BACKENDS``. Raises what PyTorch raises when the others do not come, or when it was built without the library."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device(BACKENDS[backend])
+    if device.type == HOST:
+        return dist.ProcessGroupGloo(store, rank, size, timeout), device
+    return dist.ProcessGroupNCCL(store, rank, size, timeout), device
 
 
 def has_integer_product(device: torch.device) -> bool:

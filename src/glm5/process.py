@@ -11,6 +11,7 @@ import fcntl
 import gc
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -154,6 +155,7 @@ def serve_app(app: Any, host: str = "127.0.0.1", port: int = 0, ready_file: Path
     settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=75,
                               timeout_graceful_shutdown=max(1, round(grace_s)), http=protocol, server_header=False)
     _settle_collector()
+    _allow_connections()
     Server(settings).run(sockets=[listener])
     error = failure()
     if error is not None:
@@ -166,6 +168,13 @@ def _settle_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)
+
+
+def _allow_connections() -> None:
+    """A thousand episodes are a few thousand sockets; many systems allow 1024 unless asked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def last_line(path: Path) -> str:

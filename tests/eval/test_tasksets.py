@@ -4,7 +4,7 @@ import pytest
 
 from glm5.errors import DataError
 from glm5.eval.statistics import bootstrap_mean, mean_of_intervals, wilson_interval
-from glm5.eval.suites.tasksets import pass_at_1_rows
+from glm5.eval.suites.tasksets import pass_at_1_rows, reward_part_rows
 from glm5.records import Episode
 
 
@@ -53,3 +53,15 @@ def test_a_taskset_of_failures_only_is_an_error_and_not_a_zero():
         pass_at_1_rows("rl", episodes("shell", [1.0]) + episodes("repair", [None, None], "infra_error"))
     with pytest.raises(DataError):
         pass_at_1_rows("rl", [])
+
+
+def test_success_of_a_blended_reward_is_the_own_verifiers_and_parts_have_their_means():
+    episodes = [
+        Episode(episode_id=f"e{index}", group_id="g", task_id=f"w/heldout/{index}", taskset="w", outcome="ok",
+                reward=reward, reward_parts=parts)
+        for index, (reward, parts) in enumerate([(0.7, {"task": 1.0, "model": 0.4}), (0.0, {"task": 0.0}),
+                                                 (0.9, {"task": 1.0, "model": 0.8})])]
+    assert pass_at_1_rows("x", episodes)[0]["value"] == pytest.approx(2 / 3)
+    rows = {row["name"]: (row["value"], row["n"]) for row in reward_part_rows("x", episodes)}
+    assert rows == {"reward.x.w": (pytest.approx(1.6 / 3), 3), "reward.x.w.task": (pytest.approx(2 / 3), 3),
+                    "reward.x.w.model": (pytest.approx(0.6), 2)}

@@ -92,21 +92,49 @@ def test_sessions_move_to_an_engine_that_joins_until_the_load_is_even_enough():
     assert sum(loads) == 60 and max(loads) <= 1.5 * 15 + 2
 
 
-def test_sessions_that_end_leave_the_others_where_they_are_until_one_engine_holds_too_many():
+def test_sessions_that_end_move_no_other_session():
     router = Router(ENGINES)
     placed = {f"s{number}": router.choose(f"s{number}") for number in range(64)}
     stay = "http://a:1"
-    ended = [session for session, url in placed.items() if url != stay]
+    for session, url in placed.items():
+        if url != stay:
+            router.release(session)
     left = [session for session, url in placed.items() if url == stay]
-    for session in ended[:16]:
-        router.release(session)
-    for session in left:
-        assert router.choose(session) == stay
-    for session in ended[16:]:
-        router.release(session)
-    for session in left:
-        router.choose(session)
-    assert max(router.num_sessions(url) for url in router.engine_urls) <= 1.5 * len(left) / 4 + 2
+    assert len(left) > 8 and all(router.choose(session) == stay for session in left)
+    assert router.num_moves == 0
+    assert router.choose("late") != stay  # it is above the bound, so what is new goes elsewhere
+
+
+def test_an_engine_that_comes_back_is_given_sessions_by_the_load_of_now():
+    router = Router(ENGINES)
+    for number in range(64):
+        router.choose(f"s{number}")
+    back = "http://a:1"
+    router.mark_dead(back)
+    for number in range(64):
+        router.choose(f"s{number}")
+    for number in range(16, 64):
+        router.release(f"s{number}")
+    router.mark_alive(back)
+    before = router.num_moves
+    for number in range(16):
+        router.choose(f"s{number}")
+    # the mean is 4 now: an engine may hold 1.5 x 4 + 1 = 7 of the 16 sessions, not 1.5 x 16 + 1
+    assert max(router.num_sessions(url) for url in router.engine_urls) <= 7
+    for number in range(16):
+        router.choose(f"s{number}")
+    assert router.num_moves - before <= 16
+
+
+def test_an_engine_that_was_only_slow_keeps_the_sessions_that_had_no_turn_meanwhile():
+    router = Router(ENGINES)
+    placed = {f"s{number}": router.choose(f"s{number}") for number in range(64)}
+    slow = "http://a:1"
+    own = [session for session, url in placed.items() if url == slow]
+    router.mark_dead(slow)
+    assert router.choose(own[0]) != slow
+    router.mark_alive(slow)
+    assert all(router.choose(session) == slow for session in own[1:]) and router.num_moves == 1
 
 
 def test_released_sessions_free_their_place():

@@ -29,6 +29,11 @@ def test_a_missing_reward_is_excluded_not_zero():
     assert (verdict.reason, verdict.multiplicities) == ("zero_variance", [0, 0, 0])
 
 
+def test_equal_rewards_are_kept_when_asked_for():
+    verdict = admit(episodes([1.0, 1.0, None]), fresh, pad=True, keep_equal=True)
+    assert (verdict.reason, verdict.multiplicities) == ("", [2, 1, 0])
+
+
 def test_a_group_that_only_staleness_made_short_is_dropped_as_stale():
     verdict = admit(episodes([1.0, 0.0, 1.0]), lambda episode: episode.episode_id != "g-s0a0", pad=True)
     assert verdict.reason == "stale"

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from glm5.errors import ConfigError, ServiceError
-from glm5.rl.config import ClusterConfig
 from glm5.rl.launch.cluster import import_ray, train_on_cluster
+from glm5.rl.operation import ClusterConfig
 from glm5.runlog import read_jsonl
 
 from .coin_taskset import install

@@ -84,22 +84,41 @@ def test_values_out_of_range_are_named(wrong):
         CurriculumConfig(**wrong)
 
 
+def pick(picker, served, full=()):
+    return picker.pick(dict.fromkeys(served, 1.0), lambda name: name not in full)
+
+
 def test_ratios_hold_in_every_window_of_one_round():
     picker = RatioPicker({"calculator": 2.0, "shell": 1.0, "repair": 1.0})
-    names = [picker.pick({"calculator", "shell", "repair"}) for _ in range(40)]
+    names = [pick(picker, ["calculator", "shell", "repair"]) for _ in range(40)]
     for start in range(0, 40, 4):
         assert Counter(names[start:start + 4]) == {"calculator": 2, "shell": 1, "repair": 1}
 
 
 def test_an_absent_taskset_earns_no_credit_for_a_burst():
     picker = RatioPicker({"calculator": 1.0, "shell": 1.0})
-    assert [picker.pick({"calculator"}) for _ in range(10)] == ["calculator"] * 10
-    after = [picker.pick({"calculator", "shell"}) for _ in range(4)]
+    assert [pick(picker, ["calculator"]) for _ in range(10)] == ["calculator"] * 10
+    after = [pick(picker, ["calculator", "shell"]) for _ in range(4)]
     assert Counter(after) == {"calculator": 2, "shell": 2}
 
 
+def test_others_fill_in_for_a_full_taskset_which_then_catches_up_within_bounds():
+    picker = RatioPicker({"calculator": 1.0, "shell": 1.0})
+    assert [pick(picker, ["calculator", "shell"], full={"shell"}) for _ in range(100)] == ["calculator"] * 100
+    after = [pick(picker, ["calculator", "shell"]) for _ in range(40)]
+    assert Counter(after[:10])["shell"] >= 8  # not a hundred
+    assert Counter(after[20:]) == {"calculator": 10, "shell": 10}
+    assert pick(picker, ["calculator", "shell"], full={"calculator", "shell"}) is None
+
+
+def test_a_service_may_wish_more_of_its_taskset():
+    picker = RatioPicker({"calculator": 1.0, "shell": 1.0})
+    names = Counter(picker.pick({"calculator": 3.0, "shell": 1.0}, lambda name: True) for _ in range(40))
+    assert names == {"calculator": 30, "shell": 10}
+
+
 def test_no_available_taskset_gives_none():
-    assert RatioPicker({"calculator": 1.0}).pick({"other"}) is None
+    assert pick(RatioPicker({"calculator": 1.0}), ["other"]) is None
 
 
 def test_a_taskset_with_fewer_trainable_groups_starts_more_of_them_within_bounds():
@@ -109,7 +128,7 @@ def test_a_taskset_with_fewer_trainable_groups_starts_more_of_them_within_bounds
         picker.record("shell", n % 20 == 0)
     weights = picker.weights()
     assert weights["shell"] == 2.0 and weights["calculator"] == 0.5
-    names = Counter(picker.pick({"calculator", "shell"}) for _ in range(50))
+    names = Counter(pick(picker, ["calculator", "shell"]) for _ in range(50))
     assert names == {"shell": 40, "calculator": 10}
 
 

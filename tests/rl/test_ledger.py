@@ -163,7 +163,9 @@ def test_a_database_error_is_one_line_and_undone(ledger):
     assert ledger.next_task_index("calculator") == 1
 
 
-def test_check_finds_books_that_do_not_balance(tmp_path, ledger):
+def test_check_finds_books_that_do_not_balance(tmp_path):
+    ledger = open_ledger(tmp_path)
+    ledger.record_version(0, 0)
     add_group(ledger, 0)
     batch = ledger.lease(1, 0)
     tampered = sqlite3.connect(tmp_path / "ledger.sqlite")
@@ -172,16 +174,23 @@ def test_check_finds_books_that_do_not_balance(tmp_path, ledger):
     tampered.commit()
     assert {line.partition(":")[0] for line in ledger.check()} == {
         "ended group without one final episode per slot", "group and its batch in different states"}
-    tampered.execute("DELETE FROM episodes")
-    tampered.execute("DELETE FROM groups")
+    tampered.execute("UPDATE group_counts SET number = 7 WHERE state = 'acked'")
+    tampered.execute("UPDATE payload_bytes SET number = 7 WHERE place = 'file'")
+    tampered.execute("UPDATE episodes SET body = NULL WHERE slot = 1")
+    tampered.execute("UPDATE leases SET is_reuse = 1")
     tampered.commit()
     tampered.close()
+    assert {line.partition(":")[0] for line in ledger.check()} == {
+        "ended group without one final episode per slot", "group and its batch in different states",
+        "counted groups are not those of the rows", "counted payload bytes are not those of the rows",
+        "payload and its place disagree", "reuse without an earlier batch in which the group was new"}
     assert batch.batch_id == 1
+    ledger.close()
 
 
 def test_a_ledger_of_another_format_is_refused(tmp_path):
     database = sqlite3.connect(tmp_path / "ledger.sqlite")
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(ServiceError, match="format 99, expected 2"):
+    with pytest.raises(ServiceError, match="format 99, expected 3"):
         Ledger(tmp_path / "ledger.sqlite", max_staleness=1, pad_groups=True)

@@ -16,10 +16,15 @@ from starlette.routing import Route
 from glm5.process import bind
 from glm5.records import to_json
 from glm5.rl import episodes, registry
-from glm5.rl.config import CurriculumConfig, RLConfig
+from glm5.rl.config import BreakerConfig, CurriculumConfig, RLConfig
 from glm5.rl.orchestrator import Orchestrator, build_app
+from glm5.rl.registry import Description
+from glm5.runlog import read_jsonl
 
 from .factories import make_trajectory, open_ledger
+
+OLD = {"mode": "async", "pacing_eta": 0, "max_staleness": 100}
+"""For runs of several steps whose policy stays version 0."""
 
 
 class Scripted:
@@ -27,7 +32,8 @@ class Scripted:
 
     def __init__(self):
         self.episodes = []
-        self.fails, self.hangs = set(), False
+        self.fails, self.hangs, self.breaks = set(), False, False
+        self.reason = "scripted"
         self.losing = set()
         routes = [Route("/sessions", self.open, methods=["POST"]), Route("/tasks", self.tasks),
                   Route("/sessions/{id}/finish", self.finish, methods=["POST"]),
@@ -57,20 +63,23 @@ class Scripted:
     async def run(self, request):
         episode_id = (await request.json())["episode_id"]
         self.episodes.append(episode_id)
+        if self.breaks:
+            return JSONResponse({"error": {"message": "broken"}}, 500)
         if self.hangs:
             await asyncio.sleep(30)
         failed = episode_id in self.fails
         group, slot = episode_id.rsplit("a", 1)[0].rsplit("-s", 1)
         reward = None if failed else 0.0 if group in self.losing else float(int(slot) % 2)
         return JSONResponse({"outcome": "infra_error" if failed else "ok", "reward": reward, "reward_parts": {},
-                             "reason": "scripted" if failed else ""})
+                             "reason": self.reason if failed else ""})
 
     async def finish(self, request):
         return JSONResponse({"trajectories": [to_json(make_trajectory(version=0))]})
 
 
 @pytest.fixture
-def service():
+def service(monkeypatch):
+    monkeypatch.setattr(registry, "DEAD_AFTER_S", 1000.0)  # nobody sends heartbeats, and a machine may be slow
     scripted = Scripted()
     yield scripted
     scripted.close()
@@ -85,7 +94,8 @@ def make_config(**changes):
 async def running(config, run_dir, service, *task_services):
     orchestrator = Orchestrator(config, run_dir, service.url)
     for number, one in enumerate(task_services or (service,)):
-        orchestrator.registry.register(f"tasks-{number}", one.url, 64, config.tasksets, time.monotonic())
+        orchestrator.registry.register(Description(id=f"tasks-{number}", url=one.url, capacity=64,
+                                                   tasksets=tuple(config.tasksets)), time.monotonic())
     loop = asyncio.create_task(orchestrator.run())
     try:
         yield orchestrator
@@ -95,7 +105,7 @@ async def running(config, run_dir, service, *task_services):
             await loop
 
 
-async def until(condition, timeout_s=20.0):
+async def until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "condition not reached"
@@ -208,6 +218,113 @@ def test_episodes_of_a_dead_service_move_to_a_live_one(tmp_path, service, monkey
     dying.close()
 
 
+def test_a_failing_service_gets_a_probe_now_and_then_and_the_others_fill_in(tmp_path, service, monkeypatch):
+    monkeypatch.setattr(episodes, "RETRY_BASE_S", 0.01)
+    monkeypatch.setattr(episodes, "RETRY_FACTOR", 1.5)
+    broken = Scripted()
+    broken.breaks = True
+    config = make_config(tasksets={"shell": 1.0}, groups_per_batch=20, concurrency=40, max_attempts=8, **OLD,
+                         breaker=BreakerConfig(window=8, backoff_s=0.2, max_backoff_s=0.4))
+    ledger = start_ledger(tmp_path, config)
+
+    async def scenario():
+        async with running(config, tmp_path, service, service, broken) as orchestrator:
+            await until(lambda: ledger.ready_groups() == 20)
+            tried = len(broken.episodes)
+            broken.breaks = False
+            ledger.lease(20, 0)
+            ledger.set_progress(1, 0)
+            await until(lambda: ledger.ready_groups() == 20)
+            ledger.lease(20, 1)
+            ledger.set_progress(2, 0)
+            await until(lambda: len(broken.episodes) > tried + 2)
+            return tried, orchestrator.stats()
+
+    tried, stats = asyncio.run(scenario())
+    kinds = [event["kind"] for event in read_jsonl(tmp_path / "events.jsonl")]
+    assert kinds.count("circuit_open") == stats["services"][1]["times_opened"] >= 1
+    assert kinds.count("circuit_closed") == 1 and stats["services"][1]["breaker"] == "closed"
+    assert tried < 40 and stats["services"][0]["times_opened"] == 0
+    ledger.close()
+    broken.close()
+
+
+def test_failures_of_the_gateway_are_not_blamed_on_the_service(tmp_path, service, monkeypatch):
+    monkeypatch.setattr(episodes, "RETRY_BASE_S", 0.01)
+    config = make_config(tasksets={"shell": 1.0}, max_attempts=1, breaker=BreakerConfig(window=4))
+    service.reason = f"harness: {service.url}/sessions/x/v1/chat/completions: HTTP 502"
+    service.fails = {f"shell-{index}-s{slot}a0" for index in range(4) for slot in range(2)}
+    ledger = start_ledger(tmp_path, config)
+
+    async def scenario():
+        async with running(config, tmp_path, service, service) as orchestrator:
+            await until(lambda: ledger.counts().dropped_groups.get("too_few_valid", 0) >= 4)
+            return orchestrator.stats()["services"][0]["times_opened"]
+
+    assert asyncio.run(scenario()) == 0
+    ledger.close()
+
+
+def test_equal_groups_are_dropped_within_the_budget_of_a_step_and_then_trained(tmp_path, service):
+    config = make_config(tasksets={"shell": 1.0}, groups_per_batch=4, **OLD,
+                         curriculum=CurriculumConfig(filter_budget=0.5, balance=1.0))
+    service.losing = {f"shell-{index}" for index in range(100)}
+    ledger = start_ledger(tmp_path, config)
+
+    async def scenario():
+        async with running(config, tmp_path, service):
+            await until(lambda: ledger.ready_groups() == 4)
+            await asyncio.sleep(0.3)
+            assert ledger.counts().dropped_groups == {"zero_variance": 2}
+            batch = ledger.lease(4, 0)
+            assert {sample.advantage for sample in batch.samples} == {0.0} and batch.groups == 4
+            ledger.set_progress(1, 0)
+            await until(lambda: ledger.ready_groups() == 4)
+
+    asyncio.run(scenario())
+    assert ledger.counts().dropped_groups == {"zero_variance": 4} and ledger.check() == []
+    ledger.close()
+
+
+def test_an_episode_that_can_only_end_too_stale_is_ended(tmp_path, service):
+    config = make_config(tasksets={"shell": 1.0}, groups_per_batch=1, mode="async", max_staleness=2, pacing_eta=0)
+    ledger = start_ledger(tmp_path, config)
+    service.hangs = True
+
+    async def scenario():
+        async with running(config, tmp_path, service) as orchestrator:
+            await until(lambda: len(service.episodes) == 2)
+            ledger.set_progress(3, 0)
+            await asyncio.sleep(0.3)
+            assert orchestrator.stats()["episodes_finished"] == 0  # 3 = bound + one publication: may still be in time
+            ledger.set_progress(4, 0)
+            await until(lambda: ledger.counts().episodes.get("stale") == 2)
+
+    asyncio.run(scenario())
+    assert ledger.counts().dropped_groups["too_few_valid"] == 1 and ledger.counts().retried == 0
+    ledger.close()
+
+
+def test_oversampling_starts_more_groups_than_are_wanted(tmp_path, service):
+    config = make_config(tasksets={"shell": 1.0}, groups_per_batch=4, concurrency=64, **OLD,
+                         curriculum=CurriculumConfig(oversample=2.0))
+    service.losing = {f"shell-{index}" for index in range(0, 1000, 2)}
+    ledger = start_ledger(tmp_path, config)
+
+    async def scenario():
+        async with running(config, tmp_path, service) as orchestrator:
+            for step in range(12):
+                await until(lambda: ledger.ready_groups() >= 4)
+                ledger.lease(4, step)
+                ledger.set_progress(step + 1, 0)
+            return orchestrator.stats()["kept_share"]
+
+    kept = asyncio.run(scenario())
+    assert 0.4 < kept < 0.9  # from 1 towards the half that differs
+    assert ledger.check() == []
+    ledger.close()
+
+
 def test_a_restarted_orchestrator_drops_what_was_open_and_repeats_no_task(tmp_path, service):
     config = make_config(tasksets={"shell": 1.0}, groups_per_batch=2)
     ledger = start_ledger(tmp_path, config)
@@ -238,6 +355,7 @@ def test_services_register_and_beat_over_http(tmp_path):
         assert "register again" in json.dumps(unknown.json()) and "capacity" in json.dumps(wrong.json())
         assert (registered.status_code, beat.status_code) == (200, 200)
         assert [service["id"] for service in stats["services"]] == ["a"] and stats["violations"] == []
+        assert progress.pop("loop_age_s") >= 0
         assert progress == {"step": 0, "version": -1, "may_start_groups": 0}
 
     asyncio.run(scenario())

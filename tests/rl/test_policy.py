@@ -10,7 +10,10 @@ import torch
 import transformers
 
 from glm5.device import find_device
-from glm5.records import Sample, Trajectory
+from glm5.engine.broadcast import snapshot
+from glm5.engine.config import EngineConfig
+from glm5.engine.engine import Engine
+from glm5.records import Sample, SamplingParams, Trajectory
 from glm5.rl.ledger import LeasedBatch
 from glm5.rl.policy import load_policy
 from glm5.rl.trainer import policy_step, run_rl
@@ -93,6 +96,25 @@ def test_a_published_version_has_checksums_and_a_canary(directory, tmp_path):
     found = read_version(published.directory)
     verify(found)
     assert found.canary_logprobs == pytest.approx(reference_logprobs(published.directory, found.canary_ids), abs=1e-4)
+
+
+@pytest.mark.parametrize("transport", ["delta", "collective"])
+def test_the_engine_takes_a_difference_and_tensors_from_memory(directory, tmp_path, transport):
+    model = load_policy(directory, find_device("cpu"))
+    first = publish(model, tmp_path, version=1, step=0, parent=None, tokenizer_dir=directory)
+    batch = batch_of(directory, [1.0, -1.0])
+    policy_step(model, build_optimizer(model, CONFIG.optimizer), batch, CONFIG, 1.0)
+    second = publish(model, tmp_path, version=2, step=1, parent=1, tokenizer_dir=directory, full_every=4)
+    assert second.links == 1 and not (second.directory / "model.safetensors").exists()
+    with Engine.from_directory(first.directory, [258], EngineConfig(max_slots=1, max_context=96)) as engine:
+        if transport == "delta":
+            taken = engine.update_weights(second.directory, 2)
+        else:
+            taken = engine.replace_tensors(snapshot(model), 2)
+        assert taken.success, taken.message
+        scored = engine.submit(second.canary_ids, SamplingParams(max_new_tokens=0), prompt_logprobs=True).result(60)
+    assert scored.prompt_logprobs[1:] == pytest.approx(second.canary_logprobs, abs=1e-4)
+    assert first.canary_logprobs != pytest.approx(second.canary_logprobs, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -100,5 +100,5 @@ def test_a_checkpoint_scores_its_own_tokens_as_recorded_and_shows_them(run_dir, 
     item = dataclasses.replace(item, episode=dataclasses.replace(item.episode, trajectories=[trajectory]))
     rows = {row["name"]: row["value"] for row in mismatch_rows(item, checkpoint)}
     assert rows["replay.tokens"] == len(answer) and rows["replay.max_abs_difference"] < 1e-5
-    text = transcript(item, checkpoint)
+    text = transcript(item, load_tokenizer(checkpoint))
     assert text.endswith("What is 12 + 30?⟦ 42⟧") and "versions [3]" in text

@@ -17,8 +17,12 @@ from glm5.model.checkpoint import load_model
 from glm5.rl.config import RLConfig
 from glm5.rl.launch.local import RolloutStack
 from glm5.rl.ledger import Ledger
+from glm5.rl.operation import WeightsConfig
 from glm5.rl.summary import summary_rows
+from glm5.rl.timeline import read_spans
 from glm5.rl.trainer import run_rl
+from glm5.rl.transcripts import read_transcripts
+from glm5.rl.weights import latest, verify
 from glm5.runlog import read_jsonl
 from glm5.train.config import OptimizerConfig
 
@@ -39,9 +43,9 @@ def coin(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_run_trains_publishes_and_balances_its_books(coin, checkpoint, tmp_path, mode):
-    config = dataclasses.replace(CONFIG, mode=mode)
+@pytest.mark.parametrize(("mode", "transport"), [("async", "delta"), ("sync", "collective")])
+def test_a_run_trains_publishes_and_balances_its_books(coin, checkpoint, tmp_path, mode, transport):
+    config = dataclasses.replace(CONFIG, mode=mode, weights=WeightsConfig(transport=transport, full_every=4))
     final = run_rl(config, tmp_path / "run", checkpoint)
     before, after = load_model(checkpoint), load_model(final)
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
@@ -55,6 +59,13 @@ def test_a_run_trains_publishes_and_balances_its_books(coin, checkpoint, tmp_pat
     rows = {row["name"]: row["value"] for row in summary_rows(tmp_path / "run")}
     assert rows["ledger.violations"] == 0 and rows["groups.acked"] == 6
     assert run_rl(config, tmp_path / "run", checkpoint) == final
+    newest = latest(tmp_path / "run")
+    verify(newest)
+    assert newest.version == 4 and newest.links == (3 if transport == "delta" else 0)
+    events = read_jsonl(tmp_path / "run" / "events.jsonl")
+    assert ("weights_broadcast" in {event["kind"] for event in events}) == (transport == "collective")
+    assert {span.name for span in read_spans(tmp_path / "run")} >= {"train", "publish", "wait for a batch"}
+    assert [item["step"] for item in read_transcripts(tmp_path / "run", 3)] == [3, 3]
 
 
 @pytest.mark.slow

@@ -23,7 +23,9 @@ def test_rows_come_from_the_ledger_and_the_metrics(tmp_path):
                     "episodes.rollback", "episodes.stale", "episodes.too_few_valid", "episodes.truncated",
                     "episodes.unknown_version", "episodes.unmeasured", "episodes.waiting", "groups.dropped.interrupted",
                     "groups.dropped.rollback", "groups.dropped.run_ended", "groups.dropped.stale",
-                    "groups.dropped.too_few_valid", "groups.dropped.unknown_version", "ledger.violations"}
+                    "groups.dropped.too_few_valid", "groups.dropped.unknown_version", "groups.reused",
+                    "ledger.violations", "payload_bytes.file", "payload_bytes.removed"}
+    assert rows.pop("payload_bytes.database") > 0
     assert {name: value for name, value in rows.items() if value} == {
         "busy.trainer": 0.25, "busy.engine": 0.875, "tokens_per_s.rl": 200.0, "episodes.trained": 4,
         "episodes.zero_variance": 2, "groups.acked": 1, "groups.dropped": 1, "groups.dropped.zero_variance": 1,

@@ -1,11 +1,19 @@
+import json
 import os
 import signal
+import subprocess
+import sys
+from contextlib import suppress
 
 import httpx
 import pytest
 
 from glm5.errors import ServiceError
+from glm5.rl import probes
 from glm5.rl import supervisor as supervision
+from glm5.rl.launch import machines
+from glm5.rl.operation import SupervisionConfig
+from glm5.rl.probes import task_service
 from glm5.rl.supervisor import ServiceSpec, Supervisor, poll_until
 
 
@@ -20,13 +28,42 @@ def is_well(url):
         return False
 
 
+LIAR = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+lie, options = Path(sys.argv[1]), dict(zip(sys.argv[2::2], sys.argv[3::2]))
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        well = self.path == "/health" or not lie.exists()
+        self.send_response(200 if well else 500)
+        self.end_headers()
+        if well:
+            self.wfile.write(b'{"tasks": ["one"]}')
+
+    def log_message(self, *args):
+        pass
+
+server = HTTPServer((options["--host"], int(options["--port"])), Handler)
+Path(options["--ready-file"]).parent.mkdir(exist_ok=True)
+Path(options["--ready-file"]).write_text(json.dumps({"url": "", "pid": 0}))
+server.serve_forever()
+"""
+
+
+def gateway_spec(checkpoint, tmp_path):
+    return ServiceSpec("gateway", "/health", lambda: [
+        "gateway", "--engine", "http://127.0.0.1:9", "--tokenizer", str(checkpoint),
+        "--store", str(tmp_path / "turns.sqlite")], probes.gateway)
+
+
 @pytest.fixture
 def gateway(checkpoint, tmp_path, events):
     """(supervisor, url) of a gateway: a service that needs no torch and starts without its engine."""
     with Supervisor(tmp_path, lambda kind, **values: events.append((kind, values))) as supervisor:
-        url = supervisor.add(ServiceSpec("gateway", "/health", lambda: [
-            "gateway", "--engine", "http://127.0.0.1:9", "--tokenizer", str(checkpoint),
-            "--store", str(tmp_path / "turns.sqlite")]))
+        url = supervisor.add(gateway_spec(checkpoint, tmp_path))
         supervisor.wait_until_ready()
         yield supervisor, url
 
@@ -53,14 +90,101 @@ def test_a_hanging_service_is_found_by_its_probes(gateway, events, monkeypatch):
     assert is_well(url)
 
 
-def test_a_service_that_dies_again_and_again_ends_the_run_with_one_line(tmp_path, events, monkeypatch):
-    monkeypatch.setattr(supervision, "MAX_RESTARTS", 1)
-    monkeypatch.setattr(supervision, "USER_ERROR", 99)
-    with Supervisor(tmp_path, lambda kind, **values: events.append((kind, values))) as supervisor:
-        supervisor.add(ServiceSpec("broken", "/health", lambda: ["no-such-command"]))
-        with pytest.raises(ServiceError, match=r"broken: exited with 2, the 2th time within 300 s; read .*broken\.log"):
-            poll_until(lambda: False, supervisor.tend, 60, "never")
+def test_a_service_that_dies_again_and_again_ends_the_run_with_one_line(checkpoint, tmp_path, events):
+    config = SupervisionConfig(max_restarts=1, backoff_s=0.01)
+    with Supervisor(tmp_path, lambda kind, **values: events.append((kind, values)), config) as supervisor:
+        supervisor.add(gateway_spec(checkpoint, tmp_path))
+
+        def kill_and_tend():
+            for process in supervisor.process_ids().values():
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            supervisor.tend()
+
+        with pytest.raises(ServiceError, match=r"gateway: exited with -9, the 2th time within 300 s; read .*\.log"):
+            poll_until(lambda: False, kill_and_tend, 60, "never")
     assert kinds(events) == ["service_died", "service_died"]
+
+
+def test_restarts_wait_twice_as_long_each_time_up_to_the_cap(checkpoint, tmp_path):
+    supervisor = Supervisor(tmp_path, lambda kind, **values: None,
+                            SupervisionConfig(max_restarts=9, backoff_s=0.5, max_backoff_s=3.0))
+    service = supervision._Service(gateway_spec(checkpoint, tmp_path), machines.LocalMachine())
+    service.process = subprocess.Popen(["true"])
+    service.process.wait()
+    waits = []
+    for _ in range(5):
+        supervisor._mark_dead(service, "dead")
+        waits.append(service.wait_s)
+    service.machine.release()
+    assert waits == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+class Elsewhere(machines.LocalMachine):
+    """A machine whose process ids mean nothing here."""
+
+    is_here = False
+    released = False
+
+    def release(self):
+        super().release()
+        self.released = True
+
+
+def test_a_service_on_another_machine_is_never_reaped_here(checkpoint, tmp_path):
+    placed = {}
+
+    class Cluster:
+        def place(self, service):
+            return placed.setdefault(service, Elsewhere())
+
+    with Supervisor(tmp_path, lambda kind, **values: None, machines=Cluster()) as supervisor:
+        url = supervisor.add(gateway_spec(checkpoint, tmp_path))
+        supervisor.wait_until_ready()
+        host, port = placed["gateway"].address
+        assert url == f"http://{host}:{port}" and is_well(url)
+        poll_until((tmp_path / "processes.json").exists, supervisor.tend, 60, "record")
+        assert json.loads((tmp_path / "processes.json").read_text())["processes"] == {}
+        process = supervisor.process_ids()["gateway"]
+    assert placed["gateway"].released
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_a_service_that_looks_well_but_does_no_work_is_started_again(tmp_path, events, monkeypatch):
+    liar = tmp_path / "liar.py"
+    liar.write_text(LIAR)
+    lie = tmp_path / "lie"
+    monkeypatch.setattr(machines, "spawn", lambda arguments, log: subprocess.Popen(
+        [sys.executable, str(liar), str(lie), *arguments], start_new_session=True))
+    monkeypatch.setattr(supervision, "WORK_PERIOD_S", 0.0)
+    with Supervisor(tmp_path, lambda kind, **values: events.append((kind, values))) as supervisor:
+        url = supervisor.add(ServiceSpec("tasks", "/health", list, task_service("coin")))
+        supervisor.wait_until_ready()
+        lie.touch()
+        poll_until(lambda: "service_died" in kinds(events), supervisor.tend, 60, "detection")
+        assert is_well(url) or "service_died" in kinds(events)
+        lie.unlink()
+        poll_until(lambda: "service_restarted" in kinds(events), supervisor.tend, 60, "restart")
+        assert httpx.get(f"{url}/tasks", timeout=5).json() == {"tasks": ["one"]}
+    assert events[0][1]["why"] == "looks well but does not work: GET /tasks: HTTP 500 "
+
+
+def test_a_condemned_service_is_started_again(gateway, events):
+    supervisor, url = gateway
+    first = supervisor.process_ids()["gateway"]
+    supervisor.condemn(url, "serves other weights than it says")
+    poll_until(lambda: "service_restarted" in kinds(events), supervisor.tend, 60, "restart")
+    assert events[0][1]["why"] == "serves other weights than it says"
+    assert is_well(url) and supervisor.process_ids()["gateway"] != first
+
+
+def test_intake_stops_first_then_the_newest_first(tmp_path):
+    supervisor = Supervisor(tmp_path, lambda kind, **values: None)
+    for name in ("engine", "gateway", "orchestrator", "tasks"):
+        spec = ServiceSpec(name, "/health", list, is_intake=name == "orchestrator")
+        supervisor._services[name] = supervision._Service(spec, None)
+    assert [service.spec.name for service in supervisor._stop_order()] == ["orchestrator", "tasks", "gateway", "engine"]
 
 
 def test_a_service_that_the_user_must_help_ends_the_run_at_once_with_its_line(tmp_path, events):
@@ -76,5 +200,5 @@ def test_a_service_that_cannot_start_is_reported_with_its_last_words(tmp_path):
         supervisor.add(ServiceSpec("gateway", "/health", lambda: [
             "gateway", "--engine", "http://127.0.0.1:9", "--tokenizer", str(tmp_path / "nothing"),
             "--store", str(tmp_path / "turns.sqlite")]))
-        with pytest.raises(ServiceError, match=r"exited with 2 before it was ready: error: .*nothing"):
+        with pytest.raises(ServiceError, match=r"gateway: .*nothing"):
             supervisor.wait_until_ready()

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 import torch
@@ -94,3 +95,55 @@ def test_the_router_bias_is_published_in_fp32_by_a_bf16_policy(model, checkpoint
     for name, bias in expected.items():
         assert received[name].dtype == torch.float32 and torch.equal(received[name], bias)
         assert not torch.equal(bias, bias.bfloat16().float())
+
+
+def change(model, factor):
+    with torch.no_grad():
+        model.model.norm.weight.mul_(factor)
+
+
+def test_differences_are_written_between_whole_versions_and_load_to_the_bit(model, checkpoint, tmp_path):
+    links, sizes = [], []
+    for version in range(1, 6):
+        change(model, 1.25)
+        published = publish(model, tmp_path, version=version, step=version, parent=version - 1 or None,
+                            tokenizer_dir=checkpoint, full_every=3)
+        links.append(published.links)
+        sizes.append(published.weight_bytes)
+        verify(published)
+        loaded = load_model(published.directory)
+        assert all(torch.equal(mine, theirs) for mine, theirs in
+                   zip(model.state_dict().values(), loaded.state_dict().values(), strict=True))
+    assert links == [0, 1, 2, 0, 1]
+    assert max(sizes[1], sizes[2], sizes[4]) < sizes[0] / 20
+    assert score_canary(load_model(latest(tmp_path).directory))[1] == latest(tmp_path).canary_logprobs
+
+
+def test_a_version_whose_base_is_gone_or_damaged_is_whole(model, checkpoint, tmp_path):
+    def next_version(version):
+        change(model, 1.25)
+        return publish(model, tmp_path, version=version, step=version, parent=version - 1 or None,
+                       tokenizer_dir=checkpoint, full_every=9)
+
+    next_version(1)
+    assert next_version(2).links == 1
+    shutil.rmtree(version_directory(tmp_path, 2))
+    assert next_version(3).links == 0
+    (version_directory(tmp_path, 3) / "model.safetensors").write_bytes(b"damaged")
+    whole = next_version(4)
+    assert whole.links == 0
+    verify(whole)
+
+
+def test_retention_keeps_what_the_newest_builds_on(model, checkpoint, tmp_path):
+    for version in range(1, 6):
+        change(model, 1.25)
+        publish(model, tmp_path, version=version, step=version, parent=version - 1 or None, tokenizer_dir=checkpoint,
+                full_every=3)
+    retain(tmp_path, 1)  # version 5 is the difference to 4, which is whole
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["LATEST", "v00000004", "v00000005"]
+    verify(latest(tmp_path))
+    path = version_directory(tmp_path, 4) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(WeightSyncError, match=r"v00000004/model\.safetensors: SHA-256"):
+        verify(latest(tmp_path))

@@ -11,7 +11,8 @@ from glm5.engine.config import EngineConfig
 from glm5.engine.engine import Engine
 from glm5.errors import CheckpointError, ConfigError, EngineError, ServiceError
 from glm5.model.dense import load_dense
-from glm5.rl.config import EngineSource, RLConfig
+from glm5.rl.config import RLConfig
+from glm5.rl.operation import EngineSource, WeightsConfig
 from glm5.rl.push import check_canary, push
 from glm5.rl.self_test import PROMPTS, self_test
 from glm5.rl.weights import publish
@@ -133,6 +134,17 @@ def test_every_update_gives_vllm_another_cache_salt(directory):
     assert salts[0] == salts[1] != salts[2]
 
 
+def test_only_a_rollback_brings_back_an_earlier_version(directory):
+    with Stack("vllm", directory) as stack:
+        body = {"model_path": str(directory), "weight_version": 2}
+        refused = stack.http.post("/update_weights_from_disk", json=body)
+        assert refused.status_code == 400 and "3 is in force and versions only grow" in refused.json()["message"]
+        assert stack.http.post("/update_weights_from_disk", json={**body, "rollback": True}).json()["success"]
+        before = stack.http.get("/stats").json()
+        assert set(stack.generate([40, 41])["weight_versions"]) == {2}
+        assert stack.http.get("/stats").json()["steps"] == before["steps"] + 1
+
+
 def config(kind, url, temperature=1.0, tolerance=0.02):
     return RLConfig(name="t", tasksets={"coin": 1.0}, temperature=temperature,
                     engine=EngineSource(kind=kind, url=url, tolerance=tolerance))
@@ -180,3 +192,6 @@ def test_an_engine_that_is_not_there_and_a_kind_that_is_none(directory, tmp_path
         run_adapter("vllm", "http://127.0.0.1:9", tmp_path, 0, "127.0.0.1", 0, None)
     with pytest.raises(ConfigError, match="give a url for sglang and vllm"):
         EngineSource(kind="vllm")
+    with pytest.raises(ConfigError, match='set weights.transport = "disk"'):
+        RLConfig(name="t", tasksets={"coin": 1.0}, engine=EngineSource(kind="vllm", url="http://127.0.0.1:9"),
+                 weights=WeightsConfig(transport="delta"))

@@ -10,14 +10,15 @@ import sys
 
 import typer
 
-from glm5.cli import data, environments, ledger, models, runs, serving
+from glm5.cli import continual, data, environments, ledger, models, rewards, runs, serving
 from glm5.errors import Glm5Error
 
 app = typer.Typer(name="glm5", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="The complete GLM-5 system: train, reinforce and serve.")
 for command in (runs.run, runs.train, runs.rl, runs.orchestrator, runs.results,
                 serving.serve, serving.adapter, serving.gateway, serving.generate, serving.chat,
-                models.convert, models.quantize, models.deploy):
+                models.convert, models.quantize, models.deploy,
+                ledger.timeline, ledger.transcripts, ledger.exporter):
     app.command()(command)
 app.command("import")(models.import_checkpoint)
 
@@ -30,6 +31,10 @@ _GROUPS = {
     "env": ("Tasksets and task services.", {
         "serve": environments.env_serve, "list": environments.env_list, "check": environments.env_check,
         "demos": environments.env_demos}),
+    "reward": ("Preference pairs and reward models.", {
+        "pairs": rewards.reward_pairs, "train": rewards.reward_train, "serve": rewards.reward_serve}),
+    "continual": ("Learning from deployed sessions.", {
+        "run": continual.continual_run, "filter": continual.continual_filter}),
     "ledger": ("Episodes that an RL run recorded.", {
         "show": ledger.ledger_show, "list": ledger.ledger_list, "export": ledger.ledger_export,
         "replay": ledger.ledger_replay}),

@@ -46,10 +46,16 @@ def rl(config: Path, run_dir: Annotated[Path | None, typer.Option(help="Run dire
     """Asynchronous reinforcement learning from a checkpoint. Continues from its newest complete checkpoint."""
     from glm5.config import load_config
     from glm5.rl.config import RLConfig
-    from glm5.rl.trainer import compare_modes, run_rl
+    from glm5.rl.watchdog import is_watched, keep_running
 
     loaded = load_config(RLConfig, config, overrides or [])
     directory = run_dir or default_run_dir(config, f"{loaded.name}-compare" if compare_sync else loaded.name)
+    if loaded.supervision.watch_trainer and not is_watched() and not compare_sync:
+        keep_running(["rl", str(config), "--run-dir", str(directory), *(overrides or [])], directory,
+                     loaded.supervision)
+        return
+    from glm5.rl.trainer import compare_modes, run_rl
+
     if compare_sync:
         from glm5.eval.statistics import wilson_interval
 

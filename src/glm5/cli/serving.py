@@ -38,7 +38,9 @@ def serve(context: typer.Context, directory: Path, host: Host = "127.0.0.1", por
           body_timeout: Annotated[float, typer.Option(help="Seconds for the body of a request.")] = 60,
           shutdown_timeout: Annotated[float, typer.Option(help="Seconds that answers may go on at the end.")] = 10,
           response_memory_mib: Annotated[int, typer.Option(help="Stored responses, in MiB; 0 stores none.")] = 64,
-          access_log: Annotated[str, typer.Option(help="File for one JSON line a request; - is stdout.")] = "") -> None:
+          access_log: Annotated[str, typer.Option(help="File for one JSON line a request; - is stdout.")] = "",
+          collect: Annotated[str, typer.Option(help="Directory in which answers and feedback are recorded.")] = ""
+          ) -> None:
     """Serve a checkpoint: the token-level protocol, the OpenAI and the Anthropic API."""
     from glm5.engine.config import EngineConfig
     from glm5.serve.app import serve as serve_directory
@@ -52,7 +54,7 @@ def serve(context: typer.Context, directory: Path, host: Host = "127.0.0.1", por
         cors_origins=tuple(cors or ()), max_body_bytes=max_body_mib << 20, max_concurrent=max_concurrent,
         request_timeout_s=request_timeout, header_timeout_s=header_timeout, body_timeout_s=body_timeout,
         shutdown_timeout_s=shutdown_timeout, response_memory_bytes=response_memory_mib << 20, access_log=access_log,
-        role=role, peer=peer)
+        role=role, peer=peer, collect=collect)
     if replicas != 1:
         from glm5.serve.replicas import serve_replicas
 

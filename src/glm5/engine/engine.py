@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from glm5.engine.broadcast import with_tensors
 from glm5.engine.config import EngineConfig
 from glm5.engine.drafting import DraftControl
 from glm5.engine.generation import Generation, wake
@@ -235,18 +236,40 @@ class Engine:
         self._is_paused = False
         self._wakeup.set()
 
-    def update_weights(self, directory: str | Path, version: int, timeout_s: float = 60) -> WeightUpdate:
-        """Load ``directory``, verify it, swap it in as ``version``. A bad checkpoint is a result, not an exception."""
+    def update_weights(self, directory: str | Path, version: int, timeout_s: float = 60, *,
+                       rollback: bool = False) -> WeightUpdate:
+        """Load ``directory``, verify it, swap it in as ``version``. A bad checkpoint is a result, not an exception.
+
+        Versions only grow, except that ``rollback`` brings back an earlier one.
+        """
+        return self._update(
+            lambda: load_replacement(directory, self.config, self._runner.model),
+            version, str(directory), timeout_s, rollback,
+        )
+
+    def replace_tensors(self, tensors: Mapping[str, torch.Tensor], version: int, timeout_s: float = 60) -> WeightUpdate:
+        """Swap in the weights ``tensors`` (published names) as ``version``; what is wrong with them is a result."""
+
+        def load() -> CausalLM:
+            if isinstance(self._runner.model, LedModel):
+                raise EngineError("a broadcast reaches one process, this engine has several; load them from disk")
+            return with_tensors(self._runner.model, tensors)
+
+        return self._update(load, version, self.model_path, timeout_s, False)
+
+    def _update(
+        self, load: Callable[[], CausalLM], version: int, model_path: str, timeout_s: float, rollback: bool
+    ) -> WeightUpdate:
         start = time.perf_counter()
         with self._update_lock:
             try:
                 check_version(version)
-                if version < self.weight_version:
+                if version < self.weight_version and not rollback:
                     raise EngineError(
                         f"weight_version {version}: {self.weight_version} is in force and versions only grow; raise it"
                     )
-                shadow = load_replacement(directory, self.config, self._runner.model)
-                self._call(lambda: self._swap(shadow, version, str(directory)), timeout_s)
+                shadow = load()
+                self._call(lambda: self._swap(shadow, version, model_path), timeout_s)
             except (Glm5Error, OSError, ValueError, RuntimeError, KeyError, TimeoutError) as error:
                 message = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
                 return WeightUpdate(

@@ -1,8 +1,8 @@
 """Loading weights for an engine: the first ones, and those that replace them while it runs.
 
-A replacement is trusted only after four checks: the files match the checksums of ``manifest.json`` when the publisher
-wrote one, the checkpoint itself is complete (``load_causal_lm``), every tensor has the shape of the one it replaces,
-and every value is finite.
+A replacement is trusted only after four checks: the files, and those of the versions that it is a difference to, match
+the checksums of ``manifest.json`` when the publisher wrote one, the checkpoint itself is complete (``load_causal_lm``),
+every tensor has the shape of the one it replaces, and every value is finite.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from glm5.engine.checksums import verify_checksums
 from glm5.engine.config import EngineConfig
 from glm5.engine.tensor_parallel import LedModel
 from glm5.errors import CheckpointError
+from glm5.model.delta import chain
 from glm5.model.families import CausalLM, load_causal_lm
 
 _FP32_ELEMENTS = 2**29
@@ -40,7 +41,8 @@ def load_replacement(
     directory: str | Path, config: EngineConfig, current: CausalLM | LedModel
 ) -> CausalLM:
     """A verified model that may take the place of ``current``. Raises CheckpointError or ConfigError."""
-    verify_checksums(Path(directory))
+    for part in chain(Path(directory)):
+        verify_checksums(part)
     model = load_weights(directory, config)
     tensors = model.state_dict()
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in current.state_dict().items()}

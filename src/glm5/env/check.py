@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from glm5.env.episodes import first_messages, run_solution
+from glm5.env.rewards.config import VerificationConfig
+from glm5.env.rewards.verification import demonstrate
 from glm5.env.sandbox import Sandbox, SandboxPool
-from glm5.env.tasks import SPLITS, Message, Task, Taskset, load_taskset
+from glm5.env.tasks import SPLITS, Contrastive, Message, Task, Taskset, load_taskset
 from glm5.errors import ConfigError
 from glm5.runlog import tracked, write_atomic
 
@@ -30,15 +32,44 @@ def check_taskset(name: str, count: int = 16, sandbox: str = "bwrap") -> list[di
     return asyncio.run(_check(load_taskset(name), count, sandbox))
 
 
-def write_demonstrations(name: str, count: int, output: Path, sandbox: str = "bwrap") -> int:
+def write_demonstrations(name: str, count: int, output: Path, sandbox: str = "bwrap",
+                         verification: VerificationConfig | None = None) -> int:
     """Write the expert's conversations for the first ``count`` tasks of the demo split, one JSON object a line with
-    ``messages`` and ``tools``; the number written. Raises as ``check_taskset``."""
+    ``messages`` and ``tools``; the number written. With ``verification`` each goes on with a verdict, every second time
+    on a wrong answer. Raises as ``check_taskset``."""
     if count < 1:
         raise ConfigError(f"count {count}: expected at least 1 demonstration")
-    lines = asyncio.run(_demonstrations(load_taskset(name), count, sandbox))
+    taskset = load_taskset(name)
+    lines = asyncio.run(_demonstrations(taskset, count, sandbox))
+    if verification is not None:
+        lines = [{**line, "messages": demonstrate(verification, line["messages"], _wrong_answer(taskset, index))}
+                 for index, line in enumerate(lines)]
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, "".join(json.dumps(line) + "\n" for line in lines))
     return len(lines)
+
+
+def write_pairs(name: str, count: int, output: Path, split: str = "demo") -> int:
+    """Write preference pairs for the first ``count`` tasks of a split, one JSON object a line with ``messages``,
+    ``chosen`` and ``rejected``; the number written. Raises ConfigError for a taskset that knows no worse answers."""
+    taskset = load_taskset(name)
+    if not isinstance(taskset, Contrastive):
+        raise ConfigError(f"taskset {name!r}: has no preference(task); give one that tells better from worse answers")
+    if count < 1:
+        raise ConfigError(f"count {count}: expected at least 1 pair")
+    tasks = [taskset.task(split, index) for index in range(count)]
+    lines = [{"messages": first_messages(task), "chosen": chosen, "rejected": rejected}
+             for task in tasks for chosen, rejected in [taskset.preference(task)]]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output, "".join(json.dumps(line) + "\n" for line in lines))
+    return len(lines)
+
+
+def _wrong_answer(taskset: Taskset, index: int) -> str | None:
+    """What replaces the answer of demonstration ``index``; None leaves it."""
+    if index % 2 == 0 or not isinstance(taskset, Contrastive):
+        return None
+    return taskset.wrong_answer(taskset.task("demo", index))
 
 
 async def _demonstrations(taskset: Taskset, count: int, sandbox: str) -> list[dict[str, Any]]:

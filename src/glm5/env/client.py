@@ -10,6 +10,7 @@ import dataclasses
 import time
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from glm5.errors import ServiceError
 from glm5.records import OUTCOMES, Episode, SamplingParams, Trajectory, trajectory_from_json
@@ -48,8 +49,10 @@ async def service_info(http: HttpClient, service_url: str) -> dict[str, Any]:
 async def run_episode(http: HttpClient, *, gateway_url: str, service_url: str, episode_id: str, group_id: str,
                       taskset: str, task_id: str, sampling: SamplingParams, max_turns: int, timeout_s: float,
                       enable_thinking: bool = False, declare_tools: bool = False,
-                      max_tokens: int | None = None) -> Episode:
+                      max_tokens: int | None = None, anchored: bool = False) -> Episode:
     """One episode from an open session to a terminal record; the session has the episode's id.
+
+    ``anchored``: the first answer is the task's anchor, where it has one, instead of a sampled one.
 
     ``max_turns``: model calls; ``max_tokens``: sampled tokens of all of them; ``timeout_s``: wall clock at the service.
     Never raises, except for cancellation, which finishes the session too.
@@ -62,6 +65,8 @@ async def run_episode(http: HttpClient, *, gateway_url: str, service_url: str, e
                 "max_turns": max_turns, "enable_thinking": enable_thinking, "declare_tools": declare_tools,
                 **({} if max_tokens is None else {"max_tokens": max_tokens})}
     try:
+        if anchored:
+            settings["answers"] = await _anchors(http, service_url, task_id)
         session = await _open_session(http, gateway_url, settings)
         result = await _run_at_service(http, service_url, session, {
             "episode_id": episode_id, "task_id": task_id, "max_turns": max_turns, "timeout_s": timeout_s})
@@ -79,6 +84,11 @@ async def run_episode(http: HttpClient, *, gateway_url: str, service_url: str, e
         reward=result["reward"], reward_parts=result["reward_parts"], reason=result["reason"],
         trajectories=trajectories if result["outcome"] != "infra_error" else [], started_at=started_at,
         duration_s=time.monotonic() - started)
+
+
+async def _anchors(http: HttpClient, service_url: str, task_id: str) -> list[str]:
+    answer = (await http.get(f"{service_url}/anchor?task_id={quote(task_id)}", _CONTROL_S)).get("answer")
+    return [answer] if isinstance(answer, str) else []
 
 
 async def _open_session(http: HttpClient, gateway_url: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from glm5.env.harness import Run, run_agent
+from glm5.env.rewards.blend import Rewards
+from glm5.env.rewards.config import RewardConfig
+from glm5.env.rewards.verification import verdict, verification_turn
 from glm5.env.sandbox import Sandbox, SandboxPool
 from glm5.env.tasks import Message, Task, Taskset, ToolError, task_from_id
+from glm5.env.tools import final_answer
 from glm5.errors import Glm5Error, TaskError
 from glm5.records import Outcome
 from glm5.wire import HttpClient
@@ -71,10 +75,19 @@ class Running:
     sandbox: Sandbox | None
     deadline: float
     """Monotonic time after which it is reaped."""
+    rewards: Rewards | None = None
+    """How it is rewarded and watched; None leaves it to the taskset."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What the monitor saw."""
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> str:
-        """Run a tool for the agent. Raises ToolError for a call that the model got wrong."""
-        return await self.taskset.call(self.task, self.sandbox, tool, arguments)
+        """Run a tool for the agent, past the monitor. Raises ToolError for a call that the model got wrong."""
+        async def run() -> str:
+            return await self.taskset.call(self.task, self.sandbox, tool, arguments)
+
+        if self.rewards is None or self.rewards.monitor is None:
+            return await run()
+        return await self.rewards.monitor.call(self.task, tool, arguments, self.counts, run)
 
     async def close(self) -> None:
         """Free the sandbox."""
@@ -85,7 +98,9 @@ class Running:
 class Episodes:
     """The running episodes of one service, at most ``capacity`` at a time."""
 
-    def __init__(self, tasksets: Mapping[str, Taskset], pool: SandboxPool | None, capacity: int) -> None:
+    def __init__(self, tasksets: Mapping[str, Taskset], pool: SandboxPool | None, capacity: int,
+                 rewards: Mapping[str, RewardConfig] | None = None, reward_model_url: str = "") -> None:
+        """``rewards`` by taskset; others are rewarded by their own verifier. Raises ConfigError for what is missing."""
         self.tasksets = tasksets
         self.capacity = capacity
         self.outcomes: Counter[str] = Counter()
@@ -94,6 +109,8 @@ class Episodes:
         self._running: dict[str, Running] = {}
         self._ids: set[str] = set()
         self._http = HttpClient()
+        self._rewards = {name: Rewards(config, tasksets[name], self._http, reward_model_url)
+                         for name, config in (rewards or {}).items() if name in tasksets}
         self._task = functools.lru_cache(_CACHED_TASKS)(functools.partial(task_from_id, tasksets))
 
     @property
@@ -120,7 +137,8 @@ class Episodes:
         except BaseException:
             self._ids.discard(episode_id)
             raise
-        running = Running(task, self.tasksets[task.taskset], sandbox, time.monotonic() + ttl_s)
+        running = Running(task, self.tasksets[task.taskset], sandbox, time.monotonic() + ttl_s,
+                          self._rewards.get(task.taskset))
         self._running[episode_id] = running
         return running
 
@@ -150,7 +168,15 @@ class Episodes:
         parts = await running.taskset.verify(running.task, running.sandbox, messages)
         if "reward" not in parts:
             raise TaskError(f"taskset {running.taskset.name!r}: verify gave no 'reward', only {sorted(parts)}")
-        return parts
+        if running.rewards is None:
+            return parts
+        return await running.rewards.blend(running.task, messages, parts, running.counts)
+
+    def anchor(self, task_id: str) -> str | None:
+        """The human-written answer of a task, None when there is none. Raises TaskError for an unknown task."""
+        task = self._task(task_id)
+        rewards = self._rewards.get(task.taskset)
+        return rewards.anchors.answer(task) if rewards else None
 
     async def remove(self, episode_id: str) -> bool:
         """End an episode and free what it holds; False when there is none."""
@@ -174,6 +200,8 @@ class Episodes:
         """Remove every episode."""
         for episode_id in list(self._running):
             await self.remove(episode_id)
+        for rewards in self._rewards.values():
+            rewards.close()
         self._http.close()
 
     async def run(self, *, episode_id: str, task_id: str, base_url: str, api_key: str, max_turns: int,
@@ -197,6 +225,8 @@ class Episodes:
                         call_timeout_s=min(_MODEL_CALL_S, timeout_s))
                 async with boundary("verifier", deadline):
                     parts = await self.verify(running, run.messages)
+                async with boundary("verification", deadline):
+                    parts = await self._verification(running, run, parts, base_url, api_key, max_turns)
             finally:
                 await self.remove(episode_id)
         except InfrastructureFailure as failure:
@@ -207,6 +237,27 @@ class Episodes:
                                    reason=run.reason, turns=run.turns, duration_s=time.monotonic() - started)
         self.outcomes[result.outcome] += 1
         return result
+
+    async def _verification(self, running: Running, run: Run, parts: dict[str, float], base_url: str, api_key: str,
+                            max_turns: int) -> dict[str, float]:
+        """``parts`` with ``verdict`` (1 when the model was right about its own answer) blended into the reward, where
+        self-play verification is configured. An episode that has no answer or no turn left gives no right verdict."""
+        config = running.rewards.config.verification if running.rewards else None
+        if config is None:
+            return parts
+        agrees = False
+        if run.outcome == "ok" and run.turns < max_turns:
+            asked = await run_agent(
+                self._http, base_url=base_url, api_key=api_key, messages=[*run.messages, verification_turn(config)],
+                tools=running.taskset.tools(), call_tool=_no_tools, max_turns=1, call_timeout_s=_MODEL_CALL_S)
+            agrees = verdict(config, final_answer(asked.messages)) == (parts["task"] >= 1)
+            run.turns += asked.turns
+        reward = (1 - config.weight) * parts["reward"] + config.weight * agrees
+        return {**parts, "verdict": float(agrees), "reward": reward}
+
+
+async def _no_tools(tool: str, arguments: dict[str, Any]) -> str:
+    raise ToolError("error: only a verdict is wanted")
 
 
 def first_messages(task: Task) -> list[Message]:

@@ -1,9 +1,9 @@
 """The task service: owns tasksets, hands out tasks, prepares sandboxes, runs and verifies episodes, over HTTP.
 
 ``GET /info`` · ``GET /tasks?split=&offset=&limit=[&taskset=]`` · ``POST /episodes`` · ``POST /episodes/ID/exec`` ·
-``POST /episodes/ID/verify`` · ``DELETE /episodes/ID`` · ``POST /episodes/run``. Mistakes of a caller are 4xx with
-``{"error": {"message", "type", "code"}}``; a failure of the machinery is an answer with outcome ``infra_error`` and
-reward null. It refuses to start when a taskset needs isolation that does not work.
+``POST /episodes/ID/verify`` · ``DELETE /episodes/ID`` · ``POST /episodes/run`` · ``GET /anchor?task_id=``. Mistakes of
+a caller are 4xx with ``{"error": {"message", "type", "code"}}``; a failure of the machinery is an answer with outcome
+``infra_error`` and reward null. It refuses to start when a taskset needs isolation that does not work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from starlette.routing import Route
 
 from glm5.env.check import check_taskset, write_demonstrations
 from glm5.env.episodes import Episodes, InfrastructureFailure, Running, boundary, first_messages
+from glm5.env.rewards.config import RewardConfig, read_rewards
 from glm5.env.sandbox import SandboxPool
 from glm5.env.tasks import SPLITS, Solution, Task, Taskset, ToolError, available_tasksets, load_taskset
 from glm5.errors import ConfigError, SandboxError, ServiceError, TaskError
@@ -53,31 +54,39 @@ Handler = Callable[["_Service", Request], Awaitable[JSONResponse]]
 class _Service:
     """What the routes share."""
 
-    def __init__(self, names: Sequence[str], sandbox: str, capacity: int) -> None:
+    def __init__(self, names: Sequence[str], sandbox: str, capacity: int, rewards: Mapping[str, RewardConfig],
+                 reward_model_url: str) -> None:
         self.service_id = f"tasks-{os.getpid()}-{secrets.token_hex(3)}"
         self.tasksets = {name: load_taskset(name) for name in names}
         needs_sandbox = any(taskset.needs_sandbox for taskset in self.tasksets.values())
         self.pool = SandboxPool(sandbox, ready=min(4, capacity)) if needs_sandbox else None
-        self.episodes = Episodes(self.tasksets, self.pool, capacity)
+        self.episodes = Episodes(self.tasksets, self.pool, capacity, rewards, reward_model_url)
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Where to register, and the file that says under which URL this service is reached."""
+    """Where to register, the file that says under which URL this service is reached, and what it wishes."""
 
     register_url: str
     ready_file: Path
+    ratio: float = 1.0
+    """Factor on the shares of its tasksets."""
+    speed: float = 0.0
+    """Episodes that may start in a second at most; 0: as many as come."""
 
 
 def build_app(names: Sequence[str], *, sandbox: str = "bwrap", capacity: int = 32,
-              registration: Registration | None = None) -> Starlette:
-    """The HTTP application that serves the tasksets ``names``. Raises ConfigError or TaskError for a bad name."""
+              registration: Registration | None = None, rewards: Mapping[str, RewardConfig] | None = None,
+             reward_model_url: str = "") -> Starlette:
+    """The HTTP application that serves the tasksets ``names``. Raises ConfigError or TaskError for a bad name or for
+    ``rewards`` (by taskset) that cannot be given."""
     if not names:
         raise ConfigError("no taskset named; give at least one, see `glm5 env list`")
-    service = _Service(names, sandbox, capacity)
+    service = _Service(names, sandbox, capacity, rewards or {}, reward_model_url)
     routes = [
         _route(service, "/info", _info, "GET"), _route(service, "/health", _info, "GET"),
         _route(service, "/tasks", _tasks, "GET"), _route(service, "/episodes", _prepare, "POST"),
+        _route(service, "/anchor", _anchor, "GET"),
         _route(service, "/episodes/run", _run, "POST"), _route(service, "/episodes/{episode_id}/exec", _exec, "POST"),
         _route(service, "/episodes/{episode_id}/verify", _verify, "POST"),
         _route(service, "/episodes/{episode_id}", _delete, "DELETE"),
@@ -86,15 +95,18 @@ def build_app(names: Sequence[str], *, sandbox: str = "bwrap", capacity: int = 3
 
 
 def run_service(names: Sequence[str], host: str = "127.0.0.1", port: int = 0, ready_file: Path | None = None,
-                register_url: str | None = None, sandbox: str = "bwrap", capacity: int = 32) -> None:
-    """Serve ``names`` until a signal. With ``register_url``, stay registered at that orchestrator.
+                register_url: str | None = None, sandbox: str = "bwrap", capacity: int = 32, ratio: float = 1.0,
+                speed: float = 0.0, rewards: Path | None = None, reward_model_url: str = "") -> None:
+    """Serve ``names`` until a signal. With ``register_url``, stay registered at that orchestrator, which is told
+    ``ratio`` and ``speed``. ``rewards`` is a JSON file of rewards by taskset.
 
     Raises SandboxError when isolation is missing, ServiceError when the port is taken.
     """
     with tempfile.TemporaryDirectory(prefix="glm5-service-") as directory:
         ready_file = ready_file or Path(directory) / "ready.json"
-        registration = Registration(register_url, ready_file) if register_url else None
-        app = build_app(names, sandbox=sandbox, capacity=capacity, registration=registration)
+        registration = Registration(register_url, ready_file, ratio, speed) if register_url else None
+        app = build_app(names, sandbox=sandbox, capacity=capacity, registration=registration,
+                        rewards=read_rewards(rewards) if rewards else None, reward_model_url=reward_model_url)
         if any(load_taskset(name).needs_sandbox for name in names):
             require_sandbox(sandbox)  # inside the server a failure could not be reported in one line
         serve_app(app, host, port, ready_file)
@@ -153,7 +165,8 @@ async def _stay_registered(service: _Service, registration: Registration) -> Non
     """Register, then send heartbeats; register again when the orchestrator does not know us (it was restarted)."""
     description = {
         "kind": "task_service", "id": service.service_id, "capacity": service.episodes.capacity,
-        "url": json.loads(registration.ready_file.read_text())["url"], "tasksets": list(service.tasksets)}
+        "url": json.loads(registration.ready_file.read_text())["url"], "tasksets": list(service.tasksets),
+        "ratio": registration.ratio, "speed": registration.speed}
     http = HttpClient()
     registered, complaint = False, ""
     try:
@@ -202,6 +215,10 @@ async def _tasks(service: _Service, request: Request) -> JSONResponse:
     tasks = [service.tasksets[one].task(split, offset + index) for index in range(limit) for one in chosen]
     return JSONResponse({"tasks": [{"task_id": task.task_id, "taskset": task.taskset, "split": task.split,
                                     "instruction": task.instruction} for task in tasks]})
+
+
+async def _anchor(service: _Service, request: Request) -> JSONResponse:
+    return JSONResponse({"answer": service.episodes.anchor(request.query_params.get("task_id", ""))})
 
 
 async def _prepare(service: _Service, request: Request) -> JSONResponse:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from glm5.env.sandbox.base import Sandbox
 from glm5.errors import ConfigError, TaskError
@@ -25,6 +25,7 @@ BUILT_IN = {
     "shell": "glm5.env.tasksets.shell:Shell",
     "repair": "glm5.env.tasksets.repair:Repair",
     "rooms": "glm5.env.tasksets.rooms:Rooms",
+    "writing": "glm5.env.tasksets.writing:Writing",
 }
 """What this distribution's entry points say, for a source tree that was not installed."""
 Message = dict[str, Any]
@@ -85,6 +86,19 @@ class Taskset(Protocol):
 
     async def verify(self, task: Task, sandbox: Sandbox | None, messages: list[Message]) -> dict[str, float]:
         """Reward parts of the finished conversation; ``reward`` is the reward, the others are for people to read."""
+        ...
+
+
+@runtime_checkable
+class Contrastive(Protocol):
+    """A taskset that also knows worse answers: for preference pairs and demonstrations of self-verification."""
+
+    def wrong_answer(self, task: Task) -> str:
+        """An answer that looks right and is not."""
+        ...
+
+    def preference(self, task: Task) -> tuple[str, str]:
+        """(better, worse) answer as a person would judge."""
         ...
 
 

@@ -44,6 +44,7 @@ ROW_NAMES = {
     "busy.trainer": "share of the RL time in which the trainer computed",
     "busy.engine": "share of the RL time in which the engine computed",
     "episodes.REASON": "RL episodes by what became of them",
+    "groups.reused": "how often an RL group that had been trained was trained again",
     "groups.STATE": "RL groups by state",
     "groups.dropped.REASON": "RL groups that were not trained, by reason",
     "staleness.STEPS": "trained episodes by age in trainer steps",
@@ -55,6 +56,7 @@ ROW_NAMES = {
     "quantize.kl.VARIANT": "mean KL of the quantised next-token distribution from the float one",
     "quantize.bytes.SIDE": "bytes of all tensors of the float or the quantised checkpoint",
     "ledger.violations": "broken invariants of the ledger",
+    "payload_bytes.PLACE": "compressed bytes of recorded tokens: in the database, in files beside it, removed",
 }
 """Meaning of row names; a part in capitals stands for any word. The first match counts."""
 

@@ -91,6 +91,9 @@ class Recorder:
                      f"{len(prompt_ids)} tokens. Please reduce the length of the messages. (prompt is too long: "
                      f"{len(prompt_ids)} tokens > {max_context} maximum)", "context_length_exceeded", "messages")
         limit = session.remaining_tokens(room, call.form.request.params.max_new_tokens)
+        if call.number <= len(settings.answers):
+            ids = self._tokenizer.encode(settings.answers[call.number - 1])[: limit - 1]
+            return await self._pool.score(session_id, prompt_ids, [*ids, self._tokenizer.special_id("<|user|>")])
         sampling = with_limit(settings.sampling, limit, self._tokenizer.stop_ids, call.number)
         return await self._pool.generate(session_id, call.plan.prompt_text(), sampling)
 

@@ -6,10 +6,13 @@ the mean number of sessions (Mirrokni et al., "Consistent Hashing with Bounded L
 
 A session moves between two turns, along the ring, at the price of computing its prefix again; therefore only
 
-- when its rank dies or drains: all its sessions move;
-- when its rank holds more than ``REBALANCE_FACTOR`` times the mean (and one more), because others have ended or a rank
-  was added or came back: sessions move until it does not. The gap between the two factors keeps a session from
-  moving for a small gain.
+- when its rank is dead or drains;
+- when a rank was added or came back, and its rank holds more than ``REBALANCE_FACTOR`` times the mean (and one more):
+  sessions move until it does not. The gap between the two factors keeps a session from moving for a small gain.
+
+Sessions that end make no other move. A rank is no busier for it, new sessions go where there is room, and in the last
+turns of a batch every move would compute the longest prefixes again. Hence the mean is of the most sessions that there
+were at once since the ranks last changed.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ class Router:
         self._assigned: dict[str, str] = {}
         self._dead: set[str] = set()
         self._draining: set[str] = set()
+        self._most = 0
+        """Sessions at once, at most, since the set of ranks that take sessions last changed."""
         self.num_moves = 0
         """Sessions that changed their rank."""
         for url in engine_urls:
@@ -51,6 +56,7 @@ class Router:
         """A rank joins the ring, or stops draining."""
         url = url.rstrip("/")
         self._draining.discard(url)
+        self._most = len(self._assigned)
         if url not in self._sessions:
             self._sessions[url] = set()
             for number in range(_POINTS_PER_ENGINE):
@@ -73,12 +79,13 @@ class Router:
             return current
         url = self._place(session_id)
         if url is None:
-            return current  # a draining rank that lives serves on rather than nobody
+            return None if current in self._dead else current  # a draining rank serves on rather than nobody
         if current is not None:
             self._sessions[current].discard(session_id)
             self.num_moves += 1
         self._assigned[session_id] = url
         self._sessions[url].add(session_id)
+        self._most = max(self._most, len(self._assigned))
         return url
 
     def release(self, session_id: str) -> None:
@@ -88,16 +95,15 @@ class Router:
             self._sessions[url].discard(session_id)
 
     def mark_dead(self, url: str) -> None:
-        """Give no session to this engine; its sessions choose again."""
+        """Give no session to this engine; its sessions choose again at their next turns, unless it lives by then: a
+        rank that was only slow still has their prefixes."""
         self._dead.add(url)
-        for session_id in self._sessions[url]:
-            del self._assigned[session_id]
-        self.num_moves += len(self._sessions[url])
-        self._sessions[url].clear()
 
     def mark_alive(self, url: str) -> None:
         """The engine answers again."""
-        self._dead.discard(url)
+        if url in self._dead:
+            self._dead.discard(url)
+            self._most = len(self._assigned)
 
     def is_alive(self, url: str) -> bool:
         """Whether the engine answers."""
@@ -120,9 +126,9 @@ class Router:
         return len(self._sessions) - len(self._dead | self._draining)
 
     def _must_leave(self, url: str) -> bool:
-        if url in self._draining:
+        if url in self._draining or url in self._dead:
             return True
-        mean = len(self._assigned) / max(self._takers(), 1)
+        mean = self._most / max(self._takers(), 1)
         return len(self._sessions[url]) > math.ceil(REBALANCE_FACTOR * mean) + 1
 
     def _place(self, session_id: str) -> str | None:

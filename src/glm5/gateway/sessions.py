@@ -58,6 +58,8 @@ class SessionSettings:
     """Texts that the system prompt of an auxiliary call contains."""
     trained_roles: tuple[TurnRole, ...] = ("main", "sub")
     """Roles whose sampled ids are trained."""
+    answers: tuple[str, ...] = ()
+    """Texts that the first calls are answered with instead of sampling, scored by the engine: human-written anchors."""
 
     def __post_init__(self) -> None:
         if not self.session_id.isprintable() or "/" in self.session_id or self.session_id in ("", ".", ".."):

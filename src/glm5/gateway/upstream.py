@@ -86,6 +86,19 @@ class EnginePool:
             whole = whole.followed_by(_read_generation(answer, rest.max_new_tokens))
         return whole
 
+    async def score(self, session_id: str, prompt_ids: list[int], output_ids: list[int]) -> Generation:
+        """``output_ids`` as if they had been sampled after ``prompt_ids``: their log-probs at temperature 1, and the
+        version of the weights that gave them. Raises as ``generate``."""
+        deadline = asyncio.get_running_loop().time() + self.timeout_s
+        body = json.dumps({"input_ids": prompt_ids + output_ids, "return_prompt_logprob": True, "stream": False,
+                           "session_id": session_id, "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
+        answer = await self._call(session_id, "POST", "/generate", body.encode(), deadline)
+        logprobs = (answer.get("prompt_logprobs") or [])[len(prompt_ids):]
+        version = (answer.get("weight_versions") or [None])[0]
+        scored = {"output_ids": output_ids, "logprobs": logprobs, "weight_versions": [version] * len(output_ids),
+                  "finish_reason": "stop", "cached_tokens": answer.get("cached_tokens")}
+        return _read_generation(scored, len(output_ids))
+
     async def max_context(self, session_id: str) -> int:
         """Longest prompt + output that the engines take."""
         if self._max_context is None:

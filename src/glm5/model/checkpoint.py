@@ -30,11 +30,12 @@ from torch import Tensor, nn
 from glm5.device import HOST
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.config import ModelConfig
+from glm5.model.delta import open_tensors
 from glm5.model.fp8 import PublishedTensors, check_quantization_config
 from glm5.model.moe import Experts
 from glm5.model.quantize.plan import StoredFormats
 from glm5.model.quantize.projections import fit_modules
-from glm5.model.shards import ShardReader, ShardWriter, TensorSpec
+from glm5.model.shards import ShardWriter, TensorSpec
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.runlog import flush_to_disk, replace_directory, temporary_path
 
@@ -77,7 +78,7 @@ def open_checkpoint(directory: str | Path, dtype: torch.dtype | None = None,
         check_quantization_config(quantization, directory / "config.json")
         config = config.replace(extra={key: value for key, value in config.extra.items()
                                        if key != "quantization_config"})
-    tensors = PublishedTensors(ShardReader(directory), dtype or _torch_dtype(config, directory))
+    tensors = PublishedTensors(open_tensors(directory), dtype or _torch_dtype(config, directory))
     prefix = f"model.layers.{config.num_hidden_layers}."
     if config_overrides and "num_nextn_predict_layers" in config_overrides:
         if config_overrides["num_nextn_predict_layers"] == 0:
@@ -183,16 +184,15 @@ def read_published(directory: str | Path) -> dict[str, Tensor]:
 
     Raises CheckpointError for a missing or truncated file, or an index that does not fit the files.
     """
-    return dict(ShardReader(Path(directory)))
+    return dict(open_tensors(Path(directory)))
 
 
 @torch.no_grad()
-def load_published(model: GlmMoeDsaForCausalLM, tensors: Mapping[str, Tensor]) -> None:
-    """Copy ``tensors`` (published names) into ``model`` in place, converting types.
+def load_published(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy ``tensors`` into ``targets``, the published tensors of a model, in place, converting types.
 
     Everything is checked before the first copy: on CheckpointError the model is unchanged.
     """
-    targets = state_dict_published(model)
     _check(targets, {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, {}, None)
     _copy(targets, tensors)
 

@@ -25,11 +25,13 @@ from glm5.device import HOST
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.cache import CacheKind, ExactEntries, KeyCache
 from glm5.model.checkpoint import copy_tokenizer, replacing
+from glm5.model.delta import open_tensors
 from glm5.model.parts import TokenPart
 from glm5.model.shards import ShardWriter, TensorSpec
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-"""``model_type`` of the architectures that are known to work: full causal attention, nothing but weights and biases."""
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""The library's class by ``model_type``, of the architectures that are known to work: full causal attention, nothing
+but weights and biases."""
 _ATTENTION = "glm5"
 _MAX_SHARD_BYTES = 5 * 10**9
 
@@ -83,6 +85,13 @@ class DenseCausalLM(nn.Module):
             positions_BT = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device).expand(input_ids_BT.shape)
         hidden_BTD = self._run(input_ids_BT, positions_BT, _PackedRows(documents_BT))
         return DenseOutput(None, hidden_BTD, hidden_BTD.new_zeros(0, 1), hidden_BTD.new_zeros(()))
+
+    def published_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint stores, by name: views of the weights, without a head that is the embedding."""
+        tensors: dict[str, Tensor] = self.network.state_dict()
+        if self.config.tie_word_embeddings:
+            del tensors["lm_head.weight"]
+        return tensors
 
     def new_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *,
                   table_UZ: Tensor, with_mtp: bool = False, kind: CacheKind = "auto") -> DenseKeyCache:
@@ -211,10 +220,10 @@ def _attend(module: nn.Module, q_BHTK: Tensor, k_BJSK: Tensor, v_BJSK: Tensor, m
 
 
 def is_dense(directory: str | Path) -> bool:
-    """Whether the checkpoint in ``directory`` is of one of ``MODEL_TYPES``."""
+    """Whether the checkpoint in ``directory`` is of one of ``CLASSES``."""
     try:
         config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-        return config.get("model_type") in MODEL_TYPES
+        return config.get("model_type") in CLASSES
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -228,10 +237,15 @@ def load_dense(directory: str | Path, dtype: torch.dtype | None = None,
     transformers = _transformers()
     transformers.AttentionInterface.register(_ATTENTION, _attend)
     directory = Path(directory)
+    tensors = {name: tensor.to(dtype or tensor.dtype, copy=True)  # the reader's are mapped from files
+               for name, tensor in open_tensors(directory).items()}
     try:
-        network, report = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype or "auto", local_files_only=True, attn_implementation=_ATTENTION,
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        network, report = getattr(transformers, CLASSES[config.model_type]).from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype or "auto", attn_implementation=_ATTENTION,
             output_loading_info=True)
+        if (directory / "generation_config.json").exists():
+            network.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{directory}: cannot be loaded ({str(error).splitlines()[0]}); use a complete "
                               "Transformers checkpoint") from None
@@ -248,9 +262,7 @@ def load_dense(directory: str | Path, dtype: torch.dtype | None = None,
 
 def save_dense(model: DenseCausalLM, directory: str | Path, tokenizer_source: Path | None = None) -> None:
     """Write ``model`` as a Transformers directory; an existing checkpoint there is replaced. Raises CheckpointError."""
-    tensors = model.network.state_dict()
-    if model.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
+    tensors = model.published_tensors()
     specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     with replacing(Path(directory)) as temporary:
         writer = ShardWriter(temporary, specs, _MAX_SHARD_BYTES)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from glm5.device import HOST
-from glm5.model.checkpoint import load_model, save_model
+from glm5.model.checkpoint import load_model, save_model, state_dict_published
 from glm5.model.dense import DenseCausalLM, is_dense, load_dense, save_dense
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 
@@ -31,3 +32,8 @@ def save_causal_lm(model: CausalLM, directory: str | Path, tokenizer_source: Pat
         save_dense(model, directory, tokenizer_source)
     else:
         save_model(model, directory, tokenizer_source=tokenizer_source)
+
+
+def published_tensors(model: CausalLM) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint of ``model`` under its stored name: views of the model's memory."""
+    return model.published_tensors() if isinstance(model, DenseCausalLM) else state_dict_published(model)

@@ -25,12 +25,12 @@ SINGLE_FILE = "model.safetensors"
 _MAPPED_BYTES = 256 * 2**20
 """Bytes of tensors that a reader hands out before it maps the files anew."""
 
-_DTYPES = {
+DTYPES_BY_NAME = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+NAMES_BY_DTYPE = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,10 @@ class ShardReader(Mapping[str, Tensor]):
                         raise CheckpointError(f"{path}: tensor {name} is also in {self.files[name].name}; keep one of "
                                               "them")
                     part = file.get_slice(name)
-                    if part.get_dtype() not in _DTYPES:
+                    if part.get_dtype() not in DTYPES_BY_NAME:
                         raise CheckpointError(f"{path}: tensor {name} has type {part.get_dtype()}; expected one of "
-                                              f"{', '.join(_DTYPES)}")
-                    self.specs[name] = TensorSpec(_DTYPES[part.get_dtype()], tuple(part.get_shape()))
+                                              f"{', '.join(DTYPES_BY_NAME)}")
+                    self.specs[name] = TensorSpec(DTYPES_BY_NAME[part.get_dtype()], tuple(part.get_shape()))
                     self.files[name] = path
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: damaged or truncated safetensors file ({error}); copy or download it "
@@ -143,7 +143,7 @@ class ShardWriter:
         size = 0
         for name in sorted(names, key=lambda name: -self._specs[name].dtype.itemsize):  # keeps every tensor aligned
             spec = self._specs[name]
-            header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape),
+            header[name] = {"dtype": NAMES_BY_DTYPE[spec.dtype], "shape": list(spec.shape),
                             "data_offsets": [size, size + spec.nbytes]}
             size += spec.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()

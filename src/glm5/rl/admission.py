@@ -25,15 +25,16 @@ class Admission:
     """Per slot, how often its episode counts; 0 for excluded ones. All 0 in a dropped group."""
 
 
-def admit(episodes: Sequence[Episode], is_stale: Callable[[Episode], bool], pad: bool) -> Admission:
-    """Apply the failure rule to the final episodes of a group, one per slot."""
+def admit(episodes: Sequence[Episode], is_stale: Callable[[Episode], bool], pad: bool,
+          keep_equal: bool = False) -> Admission:
+    """Apply the failure rule to the final episodes of a group, one per slot; ``keep_equal`` keeps equal rewards."""
     size = len(episodes)
     measured = [index for index, episode in enumerate(episodes) if is_measured(episode)]
     valid = [index for index in measured if not is_stale(episodes[index])]
     nothing = [0] * size
     if 2 * len(valid) <= size:
         return Admission("stale" if 2 * len(measured) > size else "too_few_valid", nothing)
-    if not has_signal([_reward(episodes[index]) for index in valid]):
+    if not keep_equal and not has_signal([_reward(episodes[index]) for index in valid]):
         return Admission("zero_variance", nothing)
     multiplicities = list(nothing)
     for turn in range(size if pad else len(valid)):

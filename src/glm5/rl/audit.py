@@ -5,7 +5,9 @@ Functions over an open connection, so that a report can read a ledger that other
 1. a group that ended has exactly ``size`` final episodes, an open or interrupted one has none;
 2. a group has a reason if and only if it was dropped, and a batch if and only if it is leased or acked;
 3. a kept group has more than half of its slots valid;
-4. leases agree with the groups: no group belongs to two acked batches, or to an acked one without being acked.
+4. leases agree with the groups: no group is new in two acked batches, or belongs to an acked one without being acked;
+   a reuse comes after the batch in which its group was new;
+5. the sums that triggers keep are those of the rows; a row that names a payload in the database has one.
 """
 
 from __future__ import annotations
@@ -29,9 +31,14 @@ _CHECKS = {
     "kept group with half of its slots or fewer valid":
         "SELECT group_id FROM groups JOIN episodes USING (group_id) WHERE state IN ('ready', 'leased', 'acked') "
         "GROUP BY group_id HAVING 2 * SUM(multiplicity > 0) <= size",
-    "group in two acked batches":
-        "SELECT group_id FROM leases JOIN batches USING (batch_id) WHERE state = 'acked' "
+    "group new in two acked batches":
+        "SELECT group_id FROM leases JOIN batches USING (batch_id) WHERE state = 'acked' AND NOT is_reuse "
         "GROUP BY group_id HAVING COUNT(*) > 1",
+    "reuse without an earlier batch in which the group was new":
+        "SELECT group_id FROM leases JOIN batches USING (batch_id) WHERE is_reuse AND state != 'returned' "
+        "AND NOT EXISTS (SELECT 1 FROM leases AS first JOIN batches AS earlier USING (batch_id) "
+        "WHERE NOT first.is_reuse AND first.group_id = leases.group_id AND first.batch_id < leases.batch_id "
+        "AND earlier.state != 'returned')",
     "group and its batch in different states":
         "SELECT group_id FROM groups JOIN batches USING (batch_id) WHERE groups.state != batches.state",
     "group of an acked batch that is not acked":
@@ -40,6 +47,14 @@ _CHECKS = {
     "leased or acked group without a lease":
         "SELECT group_id FROM groups LEFT JOIN leases USING (batch_id, group_id) "
         "WHERE groups.batch_id IS NOT NULL AND leases.group_id IS NULL",
+    "counted groups are not those of the rows":
+        "SELECT state FROM group_counts WHERE number != (SELECT COUNT(*) FROM groups "
+        "WHERE groups.state = group_counts.state)",
+    "counted payload bytes are not those of the rows":
+        "SELECT place FROM payload_bytes WHERE number != (SELECT COALESCE(SUM(bytes), 0) FROM groups "
+        "WHERE groups.place = payload_bytes.place)",
+    "payload and its place disagree":
+        "SELECT group_id FROM groups JOIN episodes USING (group_id) WHERE (body IS NULL) != (place != 'database')",
 }
 
 DROP_REASONS = ("interrupted", "rollback", "run_ended", "stale", "too_few_valid", "unknown_version", "zero_variance")
@@ -69,6 +84,8 @@ class LedgerCounts:
     """Attempts that failed for infrastructure reasons and were run again."""
     batches: dict[str, int]
     """By state: leased, acked, returned."""
+    reuses: int
+    """How often a group that had been trained was trained again, in batches that are leased or acked."""
 
 
 def counts(db: sqlite3.Connection) -> LedgerCounts:
@@ -81,7 +98,9 @@ def counts(db: sqlite3.Connection) -> LedgerCounts:
         dropped_groups=grouped("SELECT reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY reason"),
         episodes=grouped(_FATES),
         retried=int(db.execute("SELECT COUNT(*) FROM episodes WHERE NOT final").fetchone()[0]),
-        batches=grouped("SELECT state, COUNT(*) FROM batches GROUP BY state"))
+        batches=grouped("SELECT state, COUNT(*) FROM batches GROUP BY state"),
+        reuses=int(db.execute("SELECT COUNT(*) FROM leases JOIN batches USING (batch_id) WHERE is_reuse "
+                              "AND state != 'returned'").fetchone()[0]))
 
 
 def violations(db: sqlite3.Connection) -> list[str]:
@@ -92,6 +111,11 @@ def violations(db: sqlite3.Connection) -> list[str]:
         if row is not None:
             found.append(f"{what}: {row[0]}")
     return found
+
+
+def payload_bytes(db: sqlite3.Connection) -> dict[str, int]:
+    """Compressed bytes of tokens by place: ``database``, ``file``, and ``removed`` for what retention gave up."""
+    return dict(db.execute("SELECT place, number FROM payload_bytes WHERE place != 'nowhere'").fetchall())
 
 
 def trained_staleness(db: sqlite3.Connection) -> dict[int, int]:

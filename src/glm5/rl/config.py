@@ -12,8 +12,13 @@ from typing import Literal
 
 from glm5.config import build_config, load_config, require_at_least
 from glm5.device import AUTO
+from glm5.env.rewards.config import RewardConfig
 from glm5.errors import ConfigError
+from glm5.rl.operation import ClusterConfig, EngineSource, ObservationConfig, SupervisionConfig, WeightsConfig
 from glm5.train.config import OptimizerConfig, ScheduleConfig
+
+NO_BOUND = 2**62
+"""Staleness that nothing reaches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +70,17 @@ class CurriculumConfig:
     """Tasksets whose groups more often have equal rewards start up to so many times more of them; 1: fixed shares."""
     screen: int = 0
     """Episodes of a group that start first; the others start when the rewards of these differ. 0: all start at once."""
+    oversample: float = 1.0
+    """Groups that may run for each one that is wanted, at most, in the expectation that some will be dropped for equal
+    rewards; the rate is measured. 1: a dropped group is replaced only when it has ended."""
+    filter_budget: float = 0.0
+    """Groups of equal rewards that are dropped in one trainer step at most, in batches; further ones are trained
+    without a gradient, so that a step costs a bounded number of episodes. 0: no limit."""
 
     def __post_init__(self) -> None:
-        require_at_least(1, max_visits=self.max_visits, balance=self.balance)
-        require_at_least(0, revisit_after_steps=self.revisit_after_steps, screen=self.screen)
+        require_at_least(1, max_visits=self.max_visits, balance=self.balance, oversample=self.oversample)
+        require_at_least(0, revisit_after_steps=self.revisit_after_steps, screen=self.screen,
+                         filter_budget=self.filter_budget)
         if self.screen == 1:
             raise ConfigError("screen=1: the reward of one episode differs from no other; give 2 or more, or 0")
         if not 0 <= self.revisit_share < 1:
@@ -76,40 +88,59 @@ class CurriculumConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSource:
-    """Which engine samples the policy; see ``docs/policies.md``."""
+class LedgerConfig:
+    """How much the ledger keeps, and where; see ``rl/payloads.py``."""
 
-    kind: Literal["built-in", "sglang", "vllm"] = "built-in"
-    """``built-in`` starts ``glm5 serve``; the others are servers that run already."""
-    url: str = ""
-    """Address of the external server."""
-    tolerance: float = 0.02
-    """Mean |log-prob difference| in nats, between trainer and external engine, above which a run does not start."""
+    budget_bytes: int = 256 * 2**20
+    """Compressed tokens of episodes that ``ledger.sqlite`` holds; what is beyond moves to files beside it."""
+    retain_bytes: int = 0
+    """Compressed tokens of trained and dropped groups that stay on disk at all, the oldest are removed first; 0: all.
+    Groups that wait or may be trained again keep theirs, and the books keep every group."""
 
     def __post_init__(self) -> None:
-        if (self.kind == "built-in") != (not self.url):
-            raise ConfigError(f"engine: kind={self.kind!r} with url={self.url!r}; give a url for sglang and vllm, and "
-                              "none for the built-in engine")
-        if self.tolerance <= 0:
-            raise ConfigError(f"engine.tolerance={self.tolerance} must be above 0")
+        require_at_least(0, budget_bytes=self.budget_bytes, retain_bytes=self.retain_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterConfig:
-    """Where ``launch = "ray"`` places trainer and services; see ``docs/policies.md``.
+class ReplayConfig:
+    """Training on groups that were trained before, or that another run recorded."""
 
-    Each table names Ray resources, ``{GPU = 1}`` or custom ones such as ``{big_memory = 1}``; processors follow from
-    ``trainer_threads`` and ``engine_threads``.
-    """
+    share: float = 0.0
+    """Share of each batch that is trained again, as far as there are such groups; 0 trains every group once."""
+    max_uses: int = 2
+    """Batches that one group may be in, the first included; offline: how often each recorded group is trained."""
+    max_age: int = 8
+    """Steps between the trainer and the oldest policy version of a group that is trained again, at most."""
+    source: str = ""
+    """mode = "offline": the run directory, or the file of ``glm5 ledger export``, whose episodes are trained on."""
 
-    address: str = "auto"
-    """Address of the cluster; ``auto`` takes the one that runs on this machine."""
-    trainer: dict[str, float] = field(default_factory=dict)
-    """Resources of the trainer."""
-    engine: dict[str, float] = field(default_factory=dict)
-    """Resources of the engine."""
-    tasks: dict[str, float] = field(default_factory=dict)
-    """Resources of each task service; they are spread over the nodes that have them."""
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 1:
+            raise ConfigError(f"share={self.share} must lie in [0, 1)")
+        require_at_least(1, max_uses=self.max_uses)
+        require_at_least(0, max_age=self.max_age)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BreakerConfig:
+    """When a task service gets no more work for a while; see ``rl/breaker.py``."""
+
+    window: int = 20
+    """Last attempts that are looked at; a quarter of them must be known before a service is judged."""
+    failure_share: float = 0.5
+    """Share of them that failed for reasons of the service, from which on it is left alone."""
+    backoff_s: float = 2.0
+    """Seconds until one attempt is tried again; doubled every time that fails too."""
+    max_backoff_s: float = 60.0
+    """Longest such pause."""
+
+    def __post_init__(self) -> None:
+        require_at_least(4, window=self.window)
+        if not 0 < self.failure_share <= 1:
+            raise ConfigError(f"failure_share={self.failure_share} must lie in (0, 1]")
+        if not 0 < self.backoff_s <= self.max_backoff_s:
+            raise ConfigError(f"backoff_s={self.backoff_s}, max_backoff_s={self.max_backoff_s}: expected "
+                              "0 < backoff_s <= max_backoff_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,8 +153,9 @@ class RLConfig:
     """A checkpoint directory, or ``stage:NAME``: the final checkpoint of run NAME beside this one."""
     tasksets: dict[str, float]
     """Tasksets to practise and their shares of the groups, for example ``{calculator = 1.0, shell = 2.0}``."""
-    mode: Literal["async", "sync"] = "async"
-    """``async``: episodes run while the trainer steps. ``sync``: the same code with pacing and staleness 0."""
+    mode: Literal["async", "sync", "offline"] = "async"
+    """``async``: episodes run while the trainer steps. ``sync``: the same code with pacing and staleness 0.
+    ``offline``: no episodes run; ``replay.source`` is trained on."""
     groups_per_batch: int = 16
     """Groups that one optimizer step trains."""
     group_size: int = 8
@@ -150,6 +182,12 @@ class RLConfig:
     """How the rewards of a group become advantages."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Choice of tasks and automatic shares."""
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    """Budgets of what is recorded."""
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    """Groups that are trained again, and training from a record."""
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+    """Treatment of task services that fail."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=6e-5, kind="adamw", weight_decay=0.0))
     """Optimizer of the policy; the indexers, the MTP layer and the router bias are frozen."""
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(kind="constant"))
@@ -198,8 +236,22 @@ class RLConfig:
     """Sampling temperature of an evaluation."""
     seed: int = 0
     """Seed of the trainer."""
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    """Blended rewards by taskset; the others are rewarded by their own verifier."""
+    reward_model: str = ""
+    """Outcome reward model: a checkpoint directory, or ``stage:NAME``, the final checkpoint of run NAME beside this
+    one."""
+    anchors_per_group: int = 0
+    """Episodes of each group that answer with the task's anchor, where it has one, instead of sampling."""
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    """How policy versions reach the engines."""
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+    """When a component counts as dead, and how it comes back."""
+    observation: ObservationConfig = field(default_factory=ObservationConfig)
+    """What is shown while the run goes on."""
 
     def __post_init__(self) -> None:
+        self._check_rewards()
         if not self.tasksets or any(ratio <= 0 for ratio in self.tasksets.values()):
             raise ConfigError(f"tasksets={self.tasksets}: name at least one taskset with a share above 0")
         require_at_least(0, pacing_eta=self.pacing_eta, max_staleness=self.max_staleness, max_minutes=self.max_minutes,
@@ -214,10 +266,29 @@ class RLConfig:
                             ("stall_minutes", self.stall_minutes)):
             if value <= 0:
                 raise ConfigError(f"{name}={value} must be above 0")
+        if self.engine.kind != "built-in" and self.weights.transport != "disk":
+            raise ConfigError(f'weights.transport={self.weights.transport!r} with engine.kind={self.engine.kind!r}: '
+                              'engines of others load whole checkpoints; set weights.transport = "disk"')
+        if (self.mode == "offline") != bool(self.replay.source):
+            raise ConfigError(f'mode={self.mode!r}, replay.source={self.replay.source!r}: mode "offline" and a source '
+                              "need each other; give both or neither")
         needed = self.pacing_eta + self.publish_every - 1
         if self.mode == "async" and self.max_staleness < needed:
             raise ConfigError(f"max_staleness={self.max_staleness} is below pacing_eta + publish_every - 1 = {needed}: "
                               "every sample would be dropped as stale; raise it or lower the others")
+
+    def _check_rewards(self) -> None:
+        unknown = self.rewards.keys() - self.tasksets.keys()
+        if unknown:
+            raise ConfigError(f"rewards.{min(unknown)}: no such taskset here; tasksets: {', '.join(self.tasksets)}")
+        if any(rewards.model for rewards in self.rewards.values()) and not self.reward_model:
+            raise ConfigError("rewards: a reward model has a weight but reward_model is empty; name a checkpoint or "
+                              "stage:NAME")
+        if not 0 <= self.anchors_per_group < self.group_size:
+            raise ConfigError(f"anchors_per_group={self.anchors_per_group} must lie in [0, group_size)")
+        if self.anchors_per_group and (self.temperature != 1 or self.enable_thinking):
+            raise ConfigError("anchors_per_group needs temperature = 1 and enable_thinking = false: anchors are scored "
+                              "by the policy as it is and have no reasoning")
 
     @property
     def eta(self) -> int:
@@ -226,8 +297,18 @@ class RLConfig:
 
     @property
     def tau(self) -> int:
-        """Hard staleness bound, 0 in synchronous mode."""
-        return self.max_staleness if self.mode == "async" else 0
+        """Hard staleness bound, 0 in synchronous mode; what is recorded has an age but no bound."""
+        return {"async": self.max_staleness, "sync": 0, "offline": NO_BOUND}[self.mode]
+
+    @property
+    def fresh_groups(self) -> int:
+        """Groups of a batch that have never been trained; the others are trained again."""
+        return self.groups_per_batch - self.reused_groups
+
+    @property
+    def reused_groups(self) -> int:
+        """Groups of a batch that were trained before, at most."""
+        return int(self.replay.share * self.groups_per_batch)
 
     @property
     def publication_interval(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from glm5.rl.advantages import has_signal
@@ -57,9 +57,12 @@ class RatioPicker:
 
     With ``balance`` above 1 the shares are those of the *trainable* groups: a taskset whose groups are dropped for
     equal rewards more often than the others' starts more of them, at most ``balance`` times as many as its share, at
-    least 1/``balance`` times. A taskset that could not be served earns no credit meanwhile, so that its return starts
-    no burst.
+    least 1/``balance`` times. When the services of a taskset are full, the others' shares fill in; it goes on earning
+    credit for ``CATCH_UP`` groups, so that one that is slow for a while still gets its share. One that is not served at
+    all earns none, so that its return starts no burst.
     """
+
+    CATCH_UP = 4
 
     MEMORY = 32
     """Groups over which the trainable rate of a taskset is smoothed."""
@@ -79,13 +82,18 @@ class RatioPicker:
         return {name: ratio * min(max(mean / max(self._trainable[name], 1e-3), 1 / self._balance), self._balance)
                 for name, ratio in self._ratios.items()}
 
-    def pick(self, available: set[str]) -> str | None:
-        """The taskset of the next group among ``available``; None when none of ours is there."""
-        weights = {name: weight for name, weight in self.weights().items() if name in available}
-        if not weights:
+    def pick(self, served: Mapping[str, float], has_room: Callable[[str], bool]) -> str | None:
+        """The taskset of the next group among those ``served`` (with factors on their shares) that have room; None
+        when there is none."""
+        weights = {name: weight * served[name] for name, weight in self.weights().items() if name in served}
+        roomy = {name for name in weights if has_room(name)}
+        total = sum(weights.values())
+        weights = {name: weight for name, weight in weights.items()
+                   if name in roomy or self._credit[name] < self.CATCH_UP * total}
+        if not roomy:
             return None
         for name, weight in weights.items():
             self._credit[name] += weight
-        chosen = max(weights, key=lambda name: self._credit[name])
+        chosen = max((name for name in weights if name in roomy), key=lambda name: self._credit[name])
         self._credit[chosen] -= sum(weights.values())
         return chosen

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 
 from glm5.env.client import fetch_tasks, run_episode
-from glm5.records import Episode, SamplingParams
+from glm5.records import Episode, Outcome, SamplingParams
 from glm5.rl.config import RLConfig
 from glm5.wire import HttpClient
 
@@ -34,14 +35,15 @@ class EpisodeRunner:
     async def __aexit__(self, *_: object) -> None:
         self._http.close()
 
-    async def attempt(self, service_url: str, *, taskset: str, task_id: str, group_id: str, episode_id: str) -> Episode:
-        """One attempt at a task; cancelling it ends its session."""
+    async def attempt(self, service_url: str, *, taskset: str, task_id: str, group_id: str, episode_id: str,
+                      anchored: bool = False) -> Episode:
+        """One attempt at a task; cancelling it ends its session. ``anchored``: with the task's anchor as its answer."""
         config = self._config
         return await run_episode(
             self._http, gateway_url=self._gateway_url, service_url=service_url, episode_id=episode_id,
             group_id=group_id, taskset=taskset, task_id=task_id, sampling=self._sampling, max_turns=config.max_turns,
             timeout_s=config.episode_timeout_s, enable_thinking=config.enable_thinking,
-            declare_tools=config.declare_tools)
+            declare_tools=config.declare_tools, anchored=anchored)
 
     async def until_measured(self, attempt: Callable[[int], Awaitable[Episode]]) -> list[Episode]:
         """Call ``attempt(0)``, ``attempt(1)`` … while the infrastructure fails, ``max_attempts`` times at most, with
@@ -61,8 +63,17 @@ class EpisodeRunner:
         return [header.task_id for header in headers]
 
 
-def failed_episode(reason: str, *, taskset: str, task_id: str, group_id: str, episode_id: str,
-                   started_at: float) -> Episode:
-    """An attempt that the infrastructure ended before or outside ``run_episode``."""
-    return Episode(episode_id=episode_id, group_id=group_id, task_id=task_id, taskset=taskset, outcome="infra_error",
+def failed_episode(reason: str, *, taskset: str, task_id: str, group_id: str, episode_id: str, started_at: float,
+                   outcome: Outcome = "infra_error") -> Episode:
+    """An attempt that ended before or outside ``run_episode``."""
+    return Episode(episode_id=episode_id, group_id=group_id, task_id=task_id, taskset=taskset, outcome=outcome,
                    reward=None, reason=reason, started_at=started_at, duration_s=time.time() - started_at)
+
+
+def monitor_counts(episodes: Iterable[Episode]) -> dict[str, int]:
+    """What the reward-hacking monitor counted in ``episodes``, by the names of its reward parts; empty for nothing."""
+    total: Counter[str] = Counter()
+    for episode in episodes:
+        total.update({name.removeprefix("monitor."): int(value) for name, value in episode.reward_parts.items()
+                      if name.startswith("monitor.")})
+    return dict(total)

@@ -13,15 +13,15 @@ from typing import Any
 
 from glm5.errors import ConfigError, ServiceError
 from glm5.records import OUTCOMES, Episode, Trajectory, to_json
-from glm5.rl.ledger import episode_of_row, reading
+from glm5.rl.ledger import EPISODE_COLUMNS, episode_of_row
+from glm5.rl.payloads import PayloadFiles
+from glm5.rl.schema import reading
 from glm5.runlog import write_atomic
-from glm5.tokenizer.bpe import load_tokenizer
+from glm5.tokenizer.bpe import Tokenizer
 
 GROUP_STATES = ("open", "ready", "leased", "acked", "dropped")
-_COLUMNS = ("episodes.episode_id, episodes.group_id, task_id, taskset, outcome, reward, episodes.reason, started_at, "
-            "duration_s, body, slot, final, excluded, multiplicity, groups.state, groups.reason, batch_id, "
-            "trainer_step")
-_QUERY = f"SELECT {_COLUMNS} FROM episodes JOIN groups USING (group_id) LEFT JOIN batches USING (batch_id)"
+_QUERY = (f"SELECT {EPISODE_COLUMNS}, slot, final, excluded, multiplicity, groups.state, groups.reason, batch_id, "
+          "trainer_step FROM episodes JOIN groups USING (group_id) LEFT JOIN batches USING (batch_id)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class LedgerEpisode:
     """Batch that trains or trained it."""
     trainer_step: int | None
     """Step at which that batch was leased."""
+    place: str
+    """Where its tokens are: ``database``, ``file``, or ``removed`` by retention; they are empty then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,9 @@ class EpisodeFilter:
     state: str | None = None
     """State of the group."""
     limit: int | None = None
-    """Newest so many."""
+    """The first so many."""
+    oldest_first: bool = False
+    """In the order in which they ended; otherwise the newest first."""
 
     def __post_init__(self) -> None:
         for name, value, known in (("outcome", self.outcome, OUTCOMES), ("state", self.state, GROUP_STATES)):
@@ -65,16 +69,20 @@ class EpisodeFilter:
 
 
 def read_episodes(run_dir: Path, chosen: EpisodeFilter) -> Iterator[LedgerEpisode]:
-    """Matching episodes, newest first. Raises ServiceError when there is no ledger, or none of the taskset."""
+    """Matching episodes, those of a group together. Raises ServiceError when there is no ledger, or none of the
+    taskset."""
     conditions = {"taskset = ?": chosen.taskset, "outcome = ?": chosen.outcome, "groups.state = ?": chosen.state}
     used = {condition: value for condition, value in conditions.items() if value is not None}
     where = " WHERE " + " AND ".join(used) if used else ""
     limit = -1 if chosen.limit is None else chosen.limit
+    order = "ASC" if chosen.oldest_first else "DESC"
     if chosen.taskset is not None:
         _require_taskset(run_dir, chosen.taskset)
+    files = PayloadFiles(run_dir / "ledger.sqlite")
     with reading(run_dir) as database:
-        for row in database.execute(f"{_QUERY}{where} ORDER BY episodes.rowid DESC LIMIT ?", (*used.values(), limit)):
-            yield _ledger_episode(row)
+        for row in database.execute(f"{_QUERY}{where} ORDER BY episodes.rowid {order} LIMIT ?",
+                                    (*used.values(), limit)):
+            yield _ledger_episode(row, files)
 
 
 def read_episode(run_dir: Path, episode_id: str) -> LedgerEpisode:
@@ -83,7 +91,7 @@ def read_episode(run_dir: Path, episode_id: str) -> LedgerEpisode:
         row = database.execute(f"{_QUERY} WHERE episodes.episode_id = ?", (episode_id,)).fetchone()
     if row is None:
         raise ServiceError(f"{run_dir}: no episode {episode_id!r}; list them with glm5 ledger list")
-    return _ledger_episode(row)
+    return _ledger_episode(row, PayloadFiles(run_dir / "ledger.sqlite"))
 
 
 def export_episodes(run_dir: Path, output: Path, chosen: EpisodeFilter) -> int:
@@ -97,9 +105,8 @@ def export_episodes(run_dir: Path, output: Path, chosen: EpisodeFilter) -> int:
     return len(lines)
 
 
-def transcript(item: LedgerEpisode, checkpoint: Path) -> str:
-    """The episode as text, decoded with a checkpoint's tokenizer; sampled tokens stand between ⟦ and ⟧."""
-    tokenizer = load_tokenizer(checkpoint)
+def transcript(item: LedgerEpisode, tokenizer: Tokenizer) -> str:
+    """The episode as text; sampled tokens stand between ⟦ and ⟧."""
     episode = item.episode
     fate = item.excluded or item.group_reason or item.group_state
     lines = [f"{episode.episode_id}  task {episode.task_id}  outcome {episode.outcome}  "
@@ -150,8 +157,9 @@ def _require_taskset(run_dir: Path, taskset: str) -> None:
         raise ServiceError(f"{run_dir}: no group of taskset {taskset!r}; it has {', '.join(known) or 'none'}")
 
 
-def _ledger_episode(row: tuple[Any, ...]) -> LedgerEpisode:
-    return LedgerEpisode(episode_of_row(row), row[10], bool(row[11]), *row[12:])
+def _ledger_episode(row: tuple[Any, ...], files: PayloadFiles) -> LedgerEpisode:
+    slot, final, *fate = row[11:]
+    return LedgerEpisode(episode_of_row(row, files), slot, bool(final), *fate, place=row[9])
 
 
 def _spans(trajectory: Trajectory) -> list[tuple[bool, list[int]]]:

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from glm5.rl import audit
-from glm5.rl.ledger import reading
+from glm5.rl.schema import reading
 from glm5.runlog import read_jsonl
 
 
 def summary_rows(run_dir: Path) -> list[dict[str, Any]]:
     """Result rows: ``busy.trainer`` and ``busy.engine`` (share of the wall time of the steps), ``tokens_per_s.rl``,
-    ``episodes.FATE``, ``episodes.retried``, ``groups.STATE``, ``groups.dropped.REASON``, ``staleness.AGE`` (trained
-    episodes by age in steps), ``ledger.violations``. Every fate and reason has its row, 0 included.
-    Raises ServiceError without a readable ledger."""
+    ``episodes.FATE``, ``episodes.retried``, ``groups.STATE``, ``groups.reused``, ``payload_bytes.PLACE``,
+    ``groups.dropped.REASON``, ``staleness.AGE`` (trained episodes by age in steps), ``ledger.violations``. Every fate
+    and reason has its row, 0 included. Raises ServiceError without a readable ledger."""
     with reading(run_dir) as database:
         counts, violations = audit.counts(database), audit.violations(database)
-        staleness = audit.trained_staleness(database)
+        staleness, payloads = audit.trained_staleness(database), audit.payload_bytes(database)
     records = read_jsonl(run_dir / "metrics.jsonl")
     wall_s = _total(records, "step_s")
     rows = []
@@ -33,6 +33,8 @@ def summary_rows(run_dir: Path) -> list[dict[str, Any]]:
     rows += [_row(f"episodes.{fate}", number, "episodes") for fate, number in sorted(fates.items())]
     rows.append(_row("episodes.retried", counts.retried, "episodes"))
     rows += [_row(f"groups.{state}", number, "groups") for state, number in sorted(counts.groups.items())]
+    rows.append(_row("groups.reused", counts.reuses, "uses"))
+    rows += [_row(f"payload_bytes.{place}", number, "bytes") for place, number in sorted(payloads.items())]
     reasons = dict.fromkeys(audit.DROP_REASONS, 0) | counts.dropped_groups
     rows += [_row(f"groups.dropped.{reason}", number, "groups") for reason, number in sorted(reasons.items())]
     rows += [_row(f"staleness.{age}", number, "episodes") for age, number in sorted(staleness.items())]

@@ -16,6 +16,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ from typing import Any
 import torch
 
 from glm5.device import find_device
+from glm5.engine.broadcast import snapshot
 from glm5.errors import ConfigError, ServiceError
 from glm5.model.families import CausalLM
 from glm5.process import lock_directory
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
+from glm5.rl.exporter import exporting
 from glm5.rl.kl import Mismatch
 from glm5.rl.launch.local import RolloutStack
 from glm5.rl.ledger import LeasedBatch, Ledger
@@ -36,8 +39,12 @@ from glm5.rl.packing import micro_batches
 from glm5.rl.policy import load_policy
 from glm5.rl.push import WeightPusher
 from glm5.rl.self_test import self_test
+from glm5.rl.spans import Track
 from glm5.rl.supervisor import poll_until
+from glm5.rl.transcripts import write_transcripts
+from glm5.rl.watchdog import Heartbeat
 from glm5.rl.weights import WeightVersion, newest_version, publish, retain
+from glm5.rl.writers import Writers, open_writers
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
 from glm5.tokenizer.bpe import load_tokenizer
 from glm5.tokenizer.fit import require_same_tokenizer
@@ -55,7 +62,6 @@ from glm5.train.optimizers import Optimizer, build_optimizer
 from glm5.train.schedules import lr_factor
 
 POLL_S = 0.02
-PUSH_TIMEOUT_S = 180.0
 MAX_SKIPPED = 20
 """Updates with a gradient that is not finite before the run gives up."""
 
@@ -89,7 +95,9 @@ def run_rl(config: RLConfig, run_dir: Path, init_dir: Path | None = None) -> Pat
 def _train(config: RLConfig, run_dir: Path, resolved: Path) -> Path:
     torch.set_num_threads(config.trainer_threads)
     torch.manual_seed(config.seed)
-    trainer = Trainer(config, run_dir, resolved)
+    from glm5.rl.offline import OfflineTrainer  # here, because it builds on this module
+
+    trainer = (OfflineTrainer if config.mode == "offline" else Trainer)(config, run_dir, resolved)
     try:
         checkpoint = trainer.run()
     finally:
@@ -168,12 +176,16 @@ class Trainer:
         self._model = load_policy(start or init_dir, find_device(config.device))
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self.state = load_trainer_state(start, self._optimizer) if start else TrainerState()
-        self._ledger = Ledger(run_dir / "ledger.sqlite", max_staleness=config.tau, pad_groups=config.pad_groups)
+        self._ledger = Ledger.of_run(config, run_dir)
         self._started = time.monotonic()
         self._elapsed_before = self.state.elapsed_s
         self._last_batch = max((int(batch) for batch in self.state.batch_ids), default=0)
         self._mark = self._ledger.rewards_since(0)[1]
         self._engine_seen: dict[str, Any] = {}
+        self._tokenizer = load_tokenizer(init_dir)
+        self._track = Track(self._log.event, "trainer")
+        self._heartbeat = Heartbeat(60 * config.stall_minutes)
+        self._writers = Writers([])
 
     def close(self) -> None:
         """Close the ledger."""
@@ -187,7 +199,17 @@ class Trainer:
         self._log.event("rl_started", step=self.state.step, version=published.version, returned_groups=returned)
         stack = RolloutStack(self.config, published.directory, self.run_dir, weight_version=published.version,
                              orchestrate=True)
-        with stack, WeightPusher([stack.engine_url], self._log.event) as pusher:
+        with ExitStack() as opened:
+            opened.enter_context(self._heartbeat)
+            self._writers = opened.enter_context(open_writers(self.config.observation.writers, self.run_dir,
+                                                              self.config.name))
+            with self._track.span("start", "services"):
+                opened.enter_context(stack)
+            if self.config.observation.prometheus_port:
+                opened.enter_context(exporting(self.run_dir, self.config.observation.prometheus_host,
+                                               self.config.observation.prometheus_port, stack.heartbeats))
+            pusher = opened.enter_context(WeightPusher([stack.engine_url], self._log.event, self.config.weights,
+                                                       stack.condemn))
             pusher.submit(published)
             self._await_push(stack, pusher, published)
             if self.config.engine.kind != "built-in":
@@ -205,12 +227,14 @@ class Trainer:
         path = latest_checkpoint(self.run_dir)
         while not self._is_finished():
             step_started = time.monotonic()
-            batch = self._next_batch(stack)
+            with self._track.span("wait for a batch", "episodes"):
+                batch = self._next_batch(stack)
             if batch is None:
                 break
             train_started = time.monotonic()
-            result = policy_step(self._model, self._optimizer, batch, self.config,
-                                 lr_factor(self.config.schedule, self.state.step, self.config.steps))
+            with self._track.span("train"):
+                result = policy_step(self._model, self._optimizer, batch, self.config,
+                                     lr_factor(self.config.schedule, self.state.step, self.config.steps))
             train_s = time.monotonic() - train_started
             self._last_batch = batch.batch_id
             self.state = dataclasses.replace(
@@ -218,13 +242,15 @@ class Trainer:
                 skipped=self.state.skipped + (not result.finite), batch_ids=(str(batch.batch_id),),
                 elapsed_s=self._elapsed_before + time.monotonic() - self._started)
             shared_started = time.monotonic()
-            self._share(stack, pusher)
+            with self._track.span("publish"):
+                self._share(stack, pusher)
             publish_s = time.monotonic() - shared_started
             if self.state.skipped >= MAX_SKIPPED:
                 raise ServiceError(f"{self.run_dir}: {self.state.skipped} updates had a gradient that is not finite; "
                                    "lower optimizer.lr and run again from an earlier checkpoint")
             if self.state.step % self.config.checkpoint_every == 0 or self._is_finished():
-                path = self._checkpoint()
+                with self._track.span("checkpoint"):
+                    path = self._checkpoint()
             self._report(stack, batch, result, {
                 "train_s": train_s, "wait_s": train_started - step_started, "publish_s": publish_s,
                 "step_s": time.monotonic() - step_started})
@@ -244,17 +270,18 @@ class Trainer:
         Raises ServiceError, after a dump of the state into ``stall.json``, when none came within ``stall_minutes``.
         """
         deadline = time.monotonic() + 60 * self.config.stall_minutes
-        stack.tend()
         while True:
-            if self._ledger.ready_groups() >= self.config.groups_per_batch:
-                batch = self._ledger.lease(self.config.groups_per_batch, self.state.step, self.config.advantage)
+            stack.tend()
+            self._heartbeat.note()
+            if self._ledger.ready_groups() >= self.config.fresh_groups:
+                batch = self._ledger.lease(self.config.fresh_groups, self.state.step, self.config.advantage,
+                                           reuse=self.config.reused_groups)
                 if batch is not None:
                     return batch
             if self._is_finished():
                 return None
             if time.monotonic() > deadline:
                 raise self._stalled(stack)
-            stack.tend()
             time.sleep(POLL_S)
 
     def _stalled(self, stack: RolloutStack) -> ServiceError:
@@ -272,7 +299,8 @@ class Trainer:
         """Give the current weights a new version, on disk and in the ledger."""
         parent = max(newest_version(self.run_dir), self._ledger.newest_version())
         published = publish(self._model, self.run_dir, version=max(parent, 0) + 1, step=self.state.step,
-                            parent=parent if parent > 0 else None, tokenizer_dir=self._tokenizer_dir)
+                            parent=parent if parent > 0 else None, tokenizer_dir=self._tokenizer_dir,
+                            full_every=self.config.weights.whole_every)
         self._ledger.record_version(published.version, published.step)
         self.state = dataclasses.replace(self.state, policy_version=published.version)
         retain(self.run_dir, self.config.tau + 2)
@@ -282,14 +310,19 @@ class Trainer:
         """After a step: publish when it is due, and move the progress row that pacing follows."""
         if self.state.step % self.config.publication_interval == 0:
             published = self._publish()
-            pusher.submit(published)
+            pusher.submit(published, snapshot(self._model) if pusher.wants_snapshot else None)
             if self.config.mode == "sync":
                 self._await_push(stack, pusher, published)
         self._ledger.set_progress(self.state.step, self.state.policy_version)
 
     def _await_push(self, stack: RolloutStack, pusher: WeightPusher, published: WeightVersion) -> None:
-        poll_until(lambda: pusher.is_held(published.version), stack.tend, PUSH_TIMEOUT_S,
-                   f"weight version {published.version} in every engine")
+        def tend() -> None:
+            stack.tend()
+            self._heartbeat.note()
+
+        with self._track.span("wait for a push", "engine"):
+            poll_until(lambda: pusher.is_held(published.version), tend, 1.5 * self.config.weights.deadline_s,
+                       f"weight version {published.version} in every engine")
 
     def _checkpoint(self) -> Path:
         """Write the weights with the ids of the batches in them, then ack those."""
@@ -307,12 +340,16 @@ class Trainer:
         if everything:
             means["reward"] = sum(everything) / len(everything)
         ages = list(batch.staleness.values())
-        self._log.metrics(
-            step=self.state.step, **means, **result.metrics, samples=len(batch.samples), episodes=batch.episodes,
-            finished_episodes=len(everything), staleness_mean=sum(ages) / len(ages), staleness_max=max(ages),
-            tokens=result.tokens, tokens_per_s=result.tokens / seconds["train_s"], **seconds,
-            policy_version=self.state.policy_version, update_applied=result.finite, elapsed_s=self.state.elapsed_s,
-            **self._engine_metrics(stack))
+        values = {
+            **means, **result.metrics, "samples": len(batch.samples), "episodes": batch.episodes,
+            "reused_groups": batch.reused,
+            "finished_episodes": len(everything), "staleness_mean": sum(ages) / len(ages), "staleness_max": max(ages),
+            "tokens": result.tokens, "tokens_per_s": result.tokens / seconds["train_s"], **seconds,
+            "policy_version": self.state.policy_version, "update_applied": result.finite,
+            "elapsed_s": self.state.elapsed_s, **self._engine_metrics(stack)}
+        self._log.metrics(step=self.state.step, **values)
+        self._writers.write(self.state.step, values)
+        write_transcripts(self.run_dir, self.state.step, batch, self.config.observation.transcripts, self._tokenizer)
         if not result.finite:
             self._log.event("update_skipped", step=self.state.step, batch_id=batch.batch_id)
 

@@ -1,4 +1,7 @@
-"""Publication of policy versions: ``<run>/weights/v00000012/``, a complete checkpoint directory plus ``manifest.json``.
+"""Publication of policy versions: ``<run>/weights/v00000012/``, a checkpoint directory plus ``manifest.json``.
+
+A version is a whole checkpoint, or the difference to the version before (``model/delta.py``): then only changed bits
+are written. Every ``full_every``-th one is whole, and so is one whose base is not on the disk or is damaged.
 
 The manifest holds version, trainer step, parent, a SHA-256 per file, and a canary: fixed token ids with the log-probs
 that the trainer gives them. A directory is written under a temporary name and renamed whole, manifest last, so that a
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from glm5.errors import WeightSyncError
+from glm5.errors import CheckpointError, WeightSyncError
 from glm5.runlog import remove_directory, temporary_path, write_atomic
 
 if TYPE_CHECKING:
@@ -42,13 +45,19 @@ class WeightVersion:
     canary_ids: list[int]
     canary_logprobs: list[float]
     """Of ``canary_ids[1:]`` given what precedes each, as the trainer computes them."""
+    links: int = 0
+    """Differences between this version and the whole checkpoint that it builds on; 0: it is whole."""
+    weight_bytes: int = 0
+    """Bytes of the files with tensors."""
 
 
 def publish(model: CausalLM, run_dir: Path, *, version: int, step: int, parent: int | None,
-            tokenizer_dir: Path) -> WeightVersion:
+            tokenizer_dir: Path, full_every: int = 1) -> WeightVersion:
     """Write ``model`` as ``version`` and point ``LATEST`` at it.
 
-    Raises WeightSyncError when the version exists already or is not newer than the newest.
+    With ``full_every`` above 1 it is written as the difference to ``parent`` where that is possible and fewer than
+    ``full_every - 1`` differences precede it. Raises WeightSyncError when the version exists already or is not newer
+    than the newest.
     """
     newest = newest_version(run_dir)
     if version <= newest:
@@ -57,11 +66,16 @@ def publish(model: CausalLM, run_dir: Path, *, version: int, step: int, parent: 
 
     target = version_directory(run_dir, version)
     temporary = temporary_path(target)
+    base = _usable_base(run_dir, parent, full_every)
     try:
-        save_causal_lm(model, temporary, tokenizer_source=tokenizer_dir)
+        links = base.links + 1 if base and _write_difference(model, base, temporary) else 0
+        if not links:
+            save_causal_lm(model, temporary, tokenizer_source=tokenizer_dir)
         ids, logprobs = score_canary(model)
-        published = WeightVersion(version=version, step=step, parent=parent, directory=target,
-                                  sha256=_hash_files(temporary), canary_ids=ids, canary_logprobs=logprobs)
+        published = WeightVersion(
+            version=version, step=step, parent=parent, directory=target, sha256=_hash_files(temporary),
+            canary_ids=ids, canary_logprobs=logprobs, links=links,
+            weight_bytes=sum(path.stat().st_size for path in temporary.glob("*.safetensors")))
         manifest = {**dataclasses.asdict(published), "directory": target.name}
         write_atomic(temporary / "manifest.json", json.dumps(manifest) + "\n")
         os.rename(temporary, target)
@@ -69,6 +83,31 @@ def publish(model: CausalLM, run_dir: Path, *, version: int, step: int, parent: 
         shutil.rmtree(temporary, ignore_errors=True)
     write_atomic(target.parent / "LATEST", target.name + "\n")
     return published
+
+
+def _usable_base(run_dir: Path, parent: int | None, full_every: int) -> WeightVersion | None:
+    """The parent if a difference to it may be written; None asks for a whole checkpoint."""
+    if parent is None or full_every == 1:
+        return None
+    try:
+        base = read_version(version_directory(run_dir, parent))
+    except WeightSyncError:
+        return None
+    return base if base.links + 1 < full_every else None
+
+
+def _write_difference(model: CausalLM, base: WeightVersion, directory: Path) -> bool:
+    """Write ``model`` as the difference to ``base``; False, leaving nothing, when the base cannot be used."""
+    from glm5.model.checkpoint import replacing
+    from glm5.model.delta import write_delta
+    from glm5.model.families import published_tensors
+
+    try:
+        with replacing(directory) as temporary:
+            write_delta(published_tensors(model), base.directory, temporary)
+    except CheckpointError:  # a missing or damaged base; a full disk is met again by the whole checkpoint
+        return False
+    return True
 
 
 def score_canary(model: CausalLM) -> tuple[list[int], list[float]]:
@@ -95,12 +134,26 @@ def read_version(directory: Path) -> WeightVersion:
 
 
 def verify(published: WeightVersion) -> None:
-    """Compare every file with its checksum. Raises WeightSyncError naming the first that differs."""
-    found = _hash_files(published.directory)
-    for name in sorted(published.sha256.keys() | found.keys()):
-        if published.sha256.get(name) != found.get(name):
-            raise WeightSyncError(f"{published.directory / name}: SHA-256 {found.get(name)}, the manifest says "
-                                  f"{published.sha256.get(name)}; publish the weights again")
+    """Compare every file, and those of the versions it builds on, with its checksum.
+
+    Raises WeightSyncError naming the first that differs.
+    """
+    for part in [published, *(read_version(path) for path in _bases(published.directory))]:
+        found = _hash_files(part.directory)
+        for name in sorted(part.sha256.keys() | found.keys()):
+            if part.sha256.get(name) != found.get(name):
+                raise WeightSyncError(f"{part.directory / name}: SHA-256 {found.get(name)}, the manifest says "
+                                      f"{part.sha256.get(name)}; publish the weights again")
+
+
+def _bases(directory: Path) -> list[Path]:
+    """The version directories that ``directory`` is a difference to, nearest first. Raises WeightSyncError."""
+    from glm5.model.delta import chain
+
+    try:
+        return list(chain(directory))[1:]
+    except CheckpointError as error:
+        raise WeightSyncError(str(error)) from None
 
 
 def latest(run_dir: Path) -> WeightVersion | None:
@@ -123,10 +176,13 @@ def version_directory(run_dir: Path, version: int) -> Path:
 
 
 def retain(run_dir: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` versions; engines load only the newest, the others serve inspection."""
+    """Remove all but the newest ``keep`` versions and those that they build on; engines load the newest, the others
+    serve roll-back and inspection."""
     directories = sorted(path for path in (run_dir / "weights").glob("v*") if path.name[1:].isdigit())
+    needed = {base for directory in directories[-keep:] for base in _bases(directory)}
     for directory in directories[:-keep]:
-        remove_directory(directory)
+        if directory not in needed:
+            remove_directory(directory)
 
 
 def _hash_files(directory: Path) -> dict[str, str]:

@@ -49,7 +49,7 @@ class Adapter:
         self._started = time.monotonic()
         self._busy_since: float | None = None
         self._busy_s = 0.0
-        self._running = self._generated = self._prefilled = self._cached = self._updates = 0
+        self._running = self._answers = self._generated = self._prefilled = self._cached = self._updates = 0
 
     def routes(self) -> list[Route]:
         """All routes."""
@@ -92,20 +92,23 @@ class Adapter:
             self._running -= 1
             if self._running == 0:
                 self._busy_s, self._busy_since = self._busy(), None
+        self._answers += 1
         self._generated += len(done.output_ids)
         self._prefilled += done.prompt_tokens - done.cached_tokens
         self._cached += done.cached_tokens
         return done
 
     async def update_weights(self, request: Request) -> Response:
-        """Swap weights; a directory that cannot be used answers 400 and changes nothing."""
+        """Swap weights; a directory that cannot be used answers 400 and changes nothing. Versions only grow, except
+        that ``rollback`` brings back an earlier one."""
         data = await read_json(request, _MAX_BODY_BYTES, _BODY_TIMEOUT_S)
         directory = Path(field(data, "model_path", str, required=True))
         version = field(data, "weight_version", int, required=True)
+        rollback = field(data, "rollback", bool, False)
         start, message = time.perf_counter(), ""
         async with self._updating:
             try:
-                await asyncio.to_thread(self._check, directory, version)
+                await asyncio.to_thread(self._check, directory, version, rollback)
                 self._open.clear()
                 await self._engine.load(directory, version)
                 self._directory, self._version = directory, version
@@ -118,8 +121,8 @@ class Adapter:
                 "load_ms": (time.perf_counter() - start) * 1e3}
         return _json(body, 400 if message else 200)
 
-    def _check(self, directory: Path, version: int) -> None:
-        if version < self._version:
+    def _check(self, directory: Path, version: int, rollback: bool) -> None:
+        if version < self._version and not rollback:
             raise ConfigError(f"weight_version {version}: {self._version} is in force and versions only grow; raise it")
         verify_checksums(directory)
         if tensor_shapes(directory) != self._shapes:
@@ -149,9 +152,9 @@ class Adapter:
                       "weight_version": self._version, "max_context": self._max_context})
 
     async def stats(self, request: Request) -> Response:
-        """Counters since the start of the adapter."""
+        """Counters since the start of the adapter; ``steps``, by which others see that it works, are answers."""
         return _json({"busy_s": self._busy(), "uptime_s": time.monotonic() - self._started, "running": self._running,
-                      "generated_tokens": self._generated, "prefilled_tokens": self._prefilled,
+                      "steps": self._answers, "generated_tokens": self._generated, "prefilled_tokens": self._prefilled,
                       "cached_tokens": self._cached, "weight_version": self._version, "weight_updates": self._updates})
 
     def _busy(self) -> float:

@@ -26,6 +26,7 @@ from glm5.dialects.answer import Format, Run, answer_events, answer_whole
 from glm5.dialects.anthropic import count_tokens, parse_message
 from glm5.dialects.chat import parse_chat
 from glm5.dialects.completions import parse_completion
+from glm5.dialects.conversation import Conversation, Prompt, Prompter
 from glm5.dialects.protocol import ApiError, dump, field, read_json
 from glm5.dialects.responses import Remembered, parse_response
 from glm5.engine.config import EngineConfig
@@ -33,6 +34,7 @@ from glm5.engine.generation import Generation
 from glm5.engine.grammar import Grammars
 from glm5.process import bind, serve_app
 from glm5.records import SamplingParams
+from glm5.serve.collection import Collection, is_wanted, then
 from glm5.serve.config import ServeConfig
 from glm5.serve.connection import deadline_protocol
 from glm5.serve.events import CLIENT_GONE, open_stream, token_events, unless_gone
@@ -42,6 +44,7 @@ from glm5.serve.memory import ResponseMemory
 from glm5.serve.metrics import Metrics
 from glm5.serve.openapi import docs_page, openapi
 from glm5.serve.token_protocol import parse_generate
+from glm5.serve.weight_group import WeightGroupApi
 from glm5.tokenizer.bpe import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:  # the engine module loads torch
@@ -60,6 +63,7 @@ class Api:
         key = config.api_keys[0] if config.api_keys else ""
         self.peer = PrefillPeer(config.peer, engine, key) if config.peer else None
         self._memory = ResponseMemory(config.response_memory_bytes)
+        self._collection = Collection(Path(config.collect)) if config.collect else None
         self.metrics = Metrics()
 
     def routes(self) -> list[Route]:
@@ -68,6 +72,7 @@ class Api:
             ("POST", "/generate", self.generate),
             *([("POST", "/export_prefix", self.export_prefix)] if self._config.role == "prefill" else []),
             ("POST", "/update_weights_from_disk", self.update_weights),
+            *WeightGroupApi(self._engine, self._config).table(),
             ("POST", "/pause_generation", self.pause),
             ("POST", "/continue_generation", self.resume),
             ("GET", "/health", self.health),
@@ -87,6 +92,7 @@ class Api:
             ("POST", "/v1/embeddings", self.embeddings),
             ("POST", "/v1/messages", self.messages),
             ("POST", "/v1/messages/count_tokens", self.count_tokens),
+            *([("POST", "/feedback", self.feedback)] if self._collection is not None else []),
         ]
         return [Route(path, endpoint, methods=[method]) for method, path, endpoint in table]
 
@@ -137,7 +143,8 @@ class Api:
         data = await self._read(request)
         directory = field(data, "model_path", str, required=True)
         version = field(data, "weight_version", int, required=True)
-        outcome = await asyncio.to_thread(self._engine.update_weights, directory, version)
+        rollback = field(data, "rollback", bool, False)
+        outcome = await asyncio.to_thread(self._engine.update_weights, directory, version, rollback=rollback)
         return _json(asdict(outcome), 200 if outcome.success else 400)
 
     async def pause(self, request: Request) -> Response:
@@ -215,7 +222,8 @@ class Api:
     async def chat(self, request: Request) -> Response:
         """OpenAI chat completions."""
         data = await self._read(request)
-        form = parse_chat(data, self._tokenizer, self._model_name, self._engine.max_context)
+        form = parse_chat(data, self._tokenizer, self._model_name, self._engine.max_context,
+                          self._prompter(request, data))
         return await self._answer(request, form)
 
     async def completions(self, request: Request) -> Response:
@@ -235,7 +243,8 @@ class Api:
             self._memory.remember(owner, response)
 
         context = self._engine.max_context
-        form = parse_response(data, self._tokenizer, self._model_name, context, recall, remember)
+        form = parse_response(data, self._tokenizer, self._model_name, context, recall, remember,
+                              self._prompter(request, data))
         return await self._answer(request, form)
 
     async def recall_response(self, request: Request) -> Response:
@@ -262,12 +271,34 @@ class Api:
     async def messages(self, request: Request) -> Response:
         """Anthropic messages."""
         data = await self._read(request)
-        return await self._answer(request, parse_message(data, self._tokenizer, self._model_name))
+        prompter = self._prompter(request, data)
+        return await self._answer(request, parse_message(data, self._tokenizer, self._model_name, prompter))
 
     async def count_tokens(self, request: Request) -> Response:
         """Length of the prompt that a message request would have."""
         data = await self._read(request)
         return _json(count_tokens(data, self._tokenizer, self._model_name))
+
+    async def feedback(self, request: Request) -> Response:
+        """What a user thinks of an answer."""
+        assert self._collection is not None
+        return _json(self._collection.add_feedback(await self._read(request), _owner(request)))
+
+    def _prompter(self, request: Request, data: dict[str, Any]) -> Prompter | None:
+        """Renders a conversation and keeps it with the request, where the exchange is going to be recorded."""
+        if self._collection is None or not is_wanted(request, data):
+            return None
+
+        def prompt(conversation: Conversation) -> Prompt:
+            request.state.conversation = conversation.messages
+            return conversation.prompt(self._tokenizer)
+
+        return prompt
+
+    def _record(self, request: Request, run: Run) -> None:
+        messages = getattr(request.state, "conversation", None)
+        if self._collection is not None and messages is not None:
+            self._collection.add(run, messages, _owner(request))
 
     async def _read(self, request: Request) -> dict[str, Any]:
         return await read_json(request, self._config.max_body_bytes, self._config.body_timeout_s)
@@ -285,9 +316,12 @@ class Api:
         run = Run(wanted, self._tokenizer, await self._start(form), self._config.request_timeout_s)
         request.state.sequences = run.sequences
         if wanted.stream:
-            return await open_stream(request, answer_events(form, run))
+            return await open_stream(request, then(answer_events(form, run), lambda: self._record(request, run)))
         body = await unless_gone(request.receive, answer_whole(form, run))
-        return Response(status_code=CLIENT_GONE) if body is None else _json(body)
+        if body is None:
+            return Response(status_code=CLIENT_GONE)
+        self._record(request, run)
+        return _json(body)
 
     async def _start(self, form: Format) -> list[Generation]:
         """One generation for each answer; all or none."""

@@ -38,6 +38,9 @@ class ServeConfig:
     access_log: str = ""
     """File to which one JSON line a request is appended; ``-`` is standard output, empty none."""
 
+    collect: str = ""
+    """Directory in which chat answers and the feedback of users are recorded; empty records nothing."""
+
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_concurrent"):
             if getattr(self, name) < 1:

@@ -220,9 +220,26 @@ _ROUTES: tuple[tuple[str, str, str, Schema | None, tuple[str, ...]], ...] = (
         "post",
         "/update_weights_from_disk",
         "Swap the weights",
-        _object(("model_path", "weight_version"), model_path=_TEXT, weight_version=_INTEGER),
+        _object(("model_path", "weight_version"), model_path=_TEXT, weight_version=_INTEGER, rollback=_FLAG),
         ("success", "weight_version"),
     ),
+    (
+        "post",
+        "/init_weights_update_group",
+        "Join the trainer's process group for weights",
+        _object(("master_address", "master_port", "rank_offset", "world_size"), master_address=_TEXT,
+                master_port=_INTEGER, rank_offset=_INTEGER, world_size=_INTEGER, backend=_TEXT, timeout_s=_NUMBER),
+        ("success",),
+    ),
+    (
+        "post",
+        "/update_weights_from_distributed",
+        "Receive weights over that group and swap them in",
+        _object(("names", "dtypes", "shapes", "sha256", "weight_version"), names=_list(_TEXT), dtypes=_list(_TEXT),
+                shapes=_list(_list(_INTEGER)), sha256=_TEXT, weight_version=_INTEGER),
+        ("success", "weight_version"),
+    ),
+    ("post", "/destroy_weights_update_group", "Leave that group", None, ("success",)),
     ("post", "/pause_generation", "Run no more steps", None, ("success",)),
     ("post", "/continue_generation", "Go on", None, ("success",)),
     ("get", "/health", "Whether the server answers", None, ("status",)),
@@ -253,7 +270,7 @@ def openapi(model: str) -> dict[str, Any]:
 
 def _operation(path: str, meaning: str, body: Schema | None, fields: tuple[str, ...], model: str) -> dict[str, Any]:
     error = _ANTHROPIC_ERROR if path.startswith("/v1/messages") else _OPENAI_ERROR
-    if path == "/update_weights_from_disk":
+    if "weights" in path:
         error = _OBJECT
     media = "text/plain" if path == "/metrics" else "application/json"
     answers: dict[str, Any] = {

@@ -39,7 +39,7 @@ from glm5.serve.routing import PrefixRouter
 _START_S, _UPDATE_S = 300.0, 300.0
 _HEARTBEAT_S, _HEARTBEAT_TIMEOUT_S, _MISSED_UNTIL_DEAD = 1.0, 15.0, 2
 _RETRY_START_S = 2.0
-_SENT_ON = ("authorization", "x-api-key", "x-request-id", "content-type", "anthropic-version")
+_SENT_ON = ("authorization", "x-api-key", "x-request-id", "content-type", "anthropic-version", "x-glm5-collect")
 _PROMPT_FIELDS = ("system", "instructions", "tools", "messages", "prompt", "input", "input_ids")
 """What a prompt is made of, in its order, over all dialects."""
 _log = logging.getLogger(__name__)
@@ -99,7 +99,8 @@ class Replicas:
                ("POST", "/continue_generation", self.resume), ("GET", "/health", self.health),
                ("GET", "/health_generate", self.health), ("GET", "/stats", self.stats),
                ("GET", "/metrics", self.metrics_page))
-        posts = (*GENERATING, "/v1/messages/count_tokens", "/v1/embeddings")
+        posts = (*GENERATING, "/v1/messages/count_tokens", "/v1/embeddings",
+                 *(["/feedback"] if self._config.collect else []))
         gets = ("/get_model_info", "/openapi.json", "/docs", "/v1/models", "/v1/models/{model_id:path}")
         return [
             *(Route(path, endpoint, methods=[method]) for method, path, endpoint in own),

@@ -27,6 +27,7 @@ from torch import Tensor
 import glm5
 from glm5.errors import CheckpointError
 from glm5.model.families import CausalLM, save_causal_lm
+from glm5.model.reward import HEAD_FILE
 from glm5.runlog import flush_to_disk, remove_directory, replace_directory, temporary_path, write_atomic
 from glm5.tokenizer.fit import tokenizer_sha256
 from glm5.train.optimizers import Optimizer
@@ -72,19 +73,21 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 def save_checkpoint(run_dir: Path, state: TrainerState, model: CausalLM,
                     optimizer_state: Mapping[str, Tensor], tokenizer_dir: Path | None,
-                    meta: Mapping[str, Any] | None = None) -> Path:
+                    meta: Mapping[str, Any] | None = None, head: Mapping[str, Tensor] | None = None) -> Path:
     """Write the checkpoint of ``state.step`` and give its directory; an existing one of that step is replaced.
 
     Model and optimizer state are whole, wherever they were trained.
 
-    ``meta`` adds facts to meta.json, for example the parent. Raises CheckpointError when it cannot be written, a full
-    disk included; then nothing is left behind.
+    ``meta`` adds facts to meta.json, for example the parent; ``head`` are the tensors of a reward model's head.
+    Raises CheckpointError when it cannot be written, a full disk included; then nothing is left behind.
     """
     target = checkpoint_path(run_dir, state.step)
     temporary = temporary_path(target)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         save_causal_lm(model, temporary, tokenizer_source=tokenizer_dir)
+        if head is not None:
+            save_file({name: tensor.contiguous() for name, tensor in head.items()}, temporary / HEAD_FILE)
         (temporary / "trainer").mkdir()
         tensors = {name: tensor.contiguous() for name, tensor in optimizer_state.items()}
         save_file({**tensors, _RNG: torch.get_rng_state()}, temporary / "trainer" / "optimizer.safetensors")

@@ -2,6 +2,7 @@
 
 An episode counts when something was measured: its outcome is trainable and it has a reward. Infrastructure failures,
 cancelled and stale episodes and those without a reward are excluded and counted by reason, never read as failures.
+Where a reward is blended, the taskset's own verifier decides about success.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def pass_at_1_rows(label: str, episodes: Iterable[Episode], success_reward: floa
         elif episode.reward is None:
             excluded["no_reward"] += 1
         else:
-            tasks[episode.task_id].append(float(episode.reward >= success_reward - 1e-9))
+            own = episode.reward_parts.get("task", episode.reward)
+            tasks[episode.task_id].append(float(own >= success_reward - 1e-9))
     empty = [name for name, tasks in attempts.items() if not tasks]
     if empty or not attempts:
         raise DataError(f"pass@1 {label}: taskset {', '.join(empty) or '(none)'} has no episode that counts; excluded: "
@@ -42,6 +44,21 @@ def pass_at_1_rows(label: str, episodes: Iterable[Episode], success_reward: floa
     rows += [Row(name=f"excluded.{label}.{reason}", value=count, unit="episodes")
              for reason, count in sorted(excluded.items())]
     return [row.to_json() for row in rows]
+
+
+def reward_part_rows(label: str, episodes: Iterable[Episode]) -> list[dict[str, Any]]:
+    """Rows ``reward.LABEL.TASKSET`` and ``reward.LABEL.TASKSET.PART``: means over the episodes that have the part."""
+    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for episode in episodes:
+        if episode.outcome in TRAINABLE_OUTCOMES and episode.reward is not None:
+            parts = {"": episode.reward, **{f".{name}": value for name, value in episode.reward_parts.items()}}
+            for name, value in parts.items():
+                values[f"reward.{label}.{episode.taskset}{name}"][episode.task_id].append(value)
+    rows = []
+    for name, tasks in sorted(values.items()):
+        mean = bootstrap_mean(list(tasks.values()))
+        rows.append(Row(name=name, value=mean.value, unit="reward", n=mean.n, low=mean.low, high=mean.high).to_json())
+    return rows
 
 
 def _interval(tasks: dict[str, list[float]]) -> Interval:

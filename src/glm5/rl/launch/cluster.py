@@ -5,7 +5,7 @@ supervisor, the same HTTP between the services, the run directory as the place o
 the run directory must lie on a file system that all nodes share, under the same path, and the package must be installed
 on all of them.
 
-A process that dies is started again on its node, at its URL. With a node its URLs are lost, and the run ends with one
+A process that dies or hangs is started again on its node, at its URL. With a node its URLs are lost, and the run ends with one
 line; started again, it goes on from its newest checkpoint on the nodes that are left.
 """
 
@@ -22,6 +22,8 @@ from glm5.rl.config import RLConfig
 
 _PLACE_TIMEOUT_S = 60.0
 _CALL_TIMEOUT_S = 30.0
+_POLL_TIMEOUT_S = 5.0
+"""A node that does not say whether a process runs: the probes of the supervisor find out."""
 
 
 def train_on_cluster(config: RLConfig, run_dir: Path) -> Path:
@@ -88,6 +90,8 @@ class RayMachines:
 class RayMachine:
     """A node of the cluster, as one service sees it: the actor on it starts and watches the process."""
 
+    is_here = False
+
     def __init__(self, ray: Any, actor: Any, service: str) -> None:
         self._ray, self._actor, self._service = ray, actor, service
         self.address, self.node = self._call(actor.place, timeout_s=_PLACE_TIMEOUT_S)
@@ -95,7 +99,7 @@ class RayMachine:
     def start(self, arguments: Sequence[str], log_file: Path) -> RayProcess:
         """See ``Machine``."""
         pid = self._call(self._actor.start, list(arguments), log_file.resolve())
-        return RayProcess(pid, lambda: self._call(self._actor.poll))
+        return RayProcess(pid, self._poll)
 
     def stop(self, process: RayProcess, grace_s: float = 5) -> None:
         """See ``Machine``; with a lost node its processes are gone."""
@@ -108,6 +112,15 @@ class RayMachine:
         """See ``Machine``."""
         self._ray.kill(self._actor)
 
+    def _poll(self) -> int | None:
+        try:
+            code: int | None = self._ray.get(self._actor.poll.remote(), timeout=_POLL_TIMEOUT_S)
+            return code
+        except self._ray.exceptions.GetTimeoutError:
+            return None
+        except self._ray.exceptions.RayActorError:
+            raise self._lost() from None
+
     def _call(self, method: Any, *arguments: Any, timeout_s: float = _CALL_TIMEOUT_S) -> Any:
         try:
             return self._ray.get(method.remote(*arguments), timeout=timeout_s)
@@ -115,8 +128,10 @@ class RayMachine:
             raise ServiceError(f"{self._service}: its node did not answer within {timeout_s:.0f} s; look at 'ray "
                                "status', then run again") from None
         except self._ray.exceptions.RayActorError:
-            raise ServiceError(f"{self._service}: its node was lost; run again, it goes on from the newest "
-                               "checkpoint") from None
+            raise self._lost() from None
+
+    def _lost(self) -> ServiceError:
+        return ServiceError(f"{self._service}: its node was lost; run again, it goes on from the newest checkpoint")
 
 
 class RayProcess:
@@ -165,9 +180,11 @@ def import_ray() -> Any:
 
 def _options(config: RLConfig, kind: str) -> dict[str, Any]:
     """Ray's options for the trainer or one kind of service: processors and the configured resources."""
-    wanted: Mapping[str, float] = {"trainer": config.cluster.trainer, "engine": config.cluster.engine,
-                                   "tasks": config.cluster.tasks}.get(kind, {})
-    processors = {"trainer": config.trainer_threads, "engine": config.engine_threads}.get(kind, 0)
+    cluster = config.cluster
+    wanted: Mapping[str, float] = {"trainer": cluster.trainer, "engine": cluster.engine, "reward": cluster.engine,
+                                   "tasks": cluster.tasks}.get(kind, {})
+    processors = {"trainer": config.trainer_threads, "engine": config.engine_threads,
+                  "reward": config.engine_threads}.get(kind, 0)
     resources = {name: amount for name, amount in wanted.items() if name != "GPU"}
     return {"num_cpus": processors, "num_gpus": wanted.get("GPU", 0), "resources": resources}
 

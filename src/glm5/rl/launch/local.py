@@ -1,4 +1,5 @@
-"""The services of one run as processes of this machine: engine, gateway, one task service per taskset, orchestrator.
+"""The services of one run as processes of this machine: engine, gateway, one task service per taskset, orchestrator;
+the reward model where the configuration names one.
 
 ``RolloutStack`` starts them together, keeps them alive (``tend``), runs evaluations over them and stops them in order:
 orchestrator, task services, gateway, engine. Every service keeps its URL through restarts. A restarted engine loads the
@@ -20,9 +21,11 @@ import httpx
 
 from glm5.errors import EngineError, TaskError
 from glm5.records import Episode
+from glm5.rl import probes
 from glm5.rl.config import RLConfig
 from glm5.rl.episodes import EpisodeRunner
 from glm5.rl.launch.machines import LocalMachines, Machines
+from glm5.rl.launch.rewards import reward_arguments, reward_model_directory
 from glm5.rl.supervisor import ServiceSpec, Supervisor
 from glm5.rl.weights import latest, verify
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
@@ -41,7 +44,7 @@ class RolloutStack:
         self.config, self.run_dir = config, run_dir
         self._engine_dir, self._weight_version, self._orchestrate = engine_dir, weight_version, orchestrate
         self._log = RunLog(run_dir)
-        self._supervisor = Supervisor(run_dir, self._log.event, _machines(config, self._log))
+        self._supervisor = Supervisor(run_dir, self._log.event, config.supervision, _machines(config, self._log))
         self._http = httpx.Client(timeout=30, trust_env=False)
         self.engine_url = self.gateway_url = self.orchestrator_url = ""
         self.service_urls: dict[str, str] = {}
@@ -50,17 +53,20 @@ class RolloutStack:
         self._supervisor.__enter__()
         try:
             self.engine_url = self._supervisor.add(ServiceSpec("engine", "/health_generate", self._engine_arguments))
-            self.gateway_url = self._supervisor.add(ServiceSpec("gateway", "/health", self._gateway_arguments))
+            self.gateway_url = self._supervisor.add(ServiceSpec(
+                "gateway", "/health", self._gateway_arguments, probes.gateway))
             register: list[str] = []
             if self._orchestrate:
                 write_atomic(self.run_dir / "config.json", json.dumps(dataclasses.asdict(self.config), indent=1) + "\n")
                 self.orchestrator_url = self._add_orchestrator()
                 register = ["--register", self.orchestrator_url]
+            rewards = reward_arguments(self.config, self.run_dir, self._add_reward_model())
             for taskset in self.config.tasksets:
-                arguments = ["env", "serve", taskset, "--sandbox", self.config.sandbox, *register,
+                arguments = ["env", "serve", taskset, "--sandbox", self.config.sandbox, *register, *rewards,
                              "--capacity", str(self.config.concurrency)]
                 self.service_urls[taskset] = self._supervisor.add(
-                    ServiceSpec(f"tasks-{taskset}", "/info", lambda arguments=arguments: arguments))
+                    ServiceSpec(f"tasks-{taskset}", "/info", lambda arguments=arguments: arguments,
+                                probes.task_service(taskset)))
             self._supervisor.wait_until_ready()
         except BaseException:
             self.__exit__()
@@ -72,12 +78,20 @@ class RolloutStack:
         self._supervisor.__exit__()
 
     def tend(self) -> None:
-        """Restart what died. Call often. Raises ServiceError when something dies again and again."""
+        """Raise what ended the supervision: ServiceError when something dies again and again. Call often."""
         self._supervisor.tend()
+
+    def condemn(self, url: str, why: str) -> None:
+        """Have the service at ``url`` started again although it looks well. From any thread."""
+        self._supervisor.condemn(url, why)
 
     def state(self) -> dict[str, str]:
         """State of each service."""
         return self._supervisor.state()
+
+    def heartbeats(self) -> dict[str, float]:
+        """Seconds since the last good probe of each service that runs."""
+        return self._supervisor.heartbeats()
 
     def update_weights(self, directory: Path, version: int) -> None:
         """Load a checkpoint into the engine and wait for it. Raises EngineError when it is refused."""
@@ -168,7 +182,8 @@ class RolloutStack:
         if config.engine.kind != "built-in":
             return ["adapter", config.engine.url, "--kind", config.engine.kind, "--weights", str(directory),
                     "--weight-version", str(version), "--max-context", str(config.max_context)]
-        return ["serve", str(directory), "--weight-version", str(version), "--max-slots", str(config.concurrency),
+        slots = config.concurrency + self._orchestrate  # one for the canary, which must not wait for an episode
+        return ["serve", str(directory), "--weight-version", str(version), "--max-slots", str(slots),
                 "--max-context", str(config.max_context), "--threads", str(config.engine_threads),
                 "--device", config.engine_device]
 
@@ -176,10 +191,20 @@ class RolloutStack:
         return ["gateway", "--engine", self.engine_url, "--tokenizer", str(self._engine_dir),
                 "--store", str(self.run_dir / "turns.sqlite")]
 
+    def _add_reward_model(self) -> str:
+        """URL of the reward model, "" where the configuration has none."""
+        if not self.config.reward_model:
+            return ""
+        directory = reward_model_directory(self.config.reward_model, self.run_dir)
+        arguments = ["reward", "serve", str(directory), "--threads", str(self.config.engine_threads),
+                     "--device", self.config.engine_device]
+        return self._supervisor.add(ServiceSpec("reward-model", "/health", lambda: arguments))
+
     def _add_orchestrator(self) -> str:
         arguments = ["orchestrator", str(self.run_dir / "config.json"), "--run-dir", str(self.run_dir),
                      "--gateway-url", self.gateway_url]
-        return self._supervisor.add(ServiceSpec("orchestrator", "/health", lambda: arguments))
+        return self._supervisor.add(ServiceSpec("orchestrator", "/health", lambda: arguments, probes.orchestrator,
+                                                is_intake=True))
 
 
 def _machines(config: RLConfig, log: RunLog) -> Machines:

@@ -32,6 +32,11 @@ class Machine(Protocol):
         """Host and port, kept as long as the machine is not released."""
         ...
 
+    @property
+    def is_here(self) -> bool:
+        """Whether process ids of it mean something to this process."""
+        ...
+
     def start(self, arguments: Sequence[str], log_file: Path) -> Process:
         """Start ``glm5 <arguments>``."""
         ...
@@ -56,6 +61,8 @@ class Machines(Protocol):
 class LocalMachine:
     """This machine."""
 
+    is_here = True
+
     def __init__(self) -> None:
         self._holder = reserve(_HOST)
 
@@ -65,7 +72,7 @@ class LocalMachine:
         return _HOST, int(self._holder.getsockname()[1])
 
     def start(self, arguments: Sequence[str], log_file: Path) -> Process:
-        """See ``Machine``. From the main thread (see ``glm5.process.spawn``)."""
+        """See ``Machine``. From a thread that lives as long as the process may (see ``glm5.process.spawn``)."""
         return spawn(arguments, log_file)
 
     def stop(self, process: Process, grace_s: float = 5) -> None:
