@@ -192,6 +192,6 @@ def test_an_engine_that_is_not_there_and_a_kind_that_is_none(directory, tmp_path
         run_adapter("vllm", "http://127.0.0.1:9", tmp_path, 0, "127.0.0.1", 0, None)
     with pytest.raises(ConfigError, match="give a url for sglang and vllm"):
         EngineSource(kind="vllm")
-    with pytest.raises(ConfigError, match='set weights.transport = "disk"'):
+    with pytest.raises(ConfigError, match=r'set weights\.transport = "disk"'):
         RLConfig(name="t", tasksets={"coin": 1.0}, engine=EngineSource(kind="vllm", url="http://127.0.0.1:9"),
                  weights=WeightsConfig(transport="delta"))

@@ -5,8 +5,8 @@ supervisor, the same HTTP between the services, the run directory as the place o
 the run directory must lie on a file system that all nodes share, under the same path, and the package must be installed
 on all of them.
 
-A process that dies or hangs is started again on its node, at its URL. With a node its URLs are lost, and the run ends with one
-line; started again, it goes on from its newest checkpoint on the nodes that are left.
+A process that dies or hangs is started again on its node, at its URL. With a node its URLs are lost, and the run ends
+with one line; started again, it goes on from its newest checkpoint on the nodes that are left.
 """
 
 from __future__ import annotations
