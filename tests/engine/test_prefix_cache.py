@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from os.path import commonprefix
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5.engine.prefix_cache import PrefixCache
+from glm5.engine.prefix_tree import BlockPool, PrefixTree
 
 BLOCK = 4
 
@@ -94,6 +97,20 @@ def test_a_published_prompt_is_shared_while_its_owner_writes_on() -> None:
     cache.release(owner, np.arange(14))
     assert cached(cache, np.arange(20)) == 14
     assert cache.num_used == 4  # the shorter copy of the tail has gone
+
+
+def test_the_longest_known_prefix_is_found_among_many_siblings() -> None:
+    """Against comparing with every sequence in turn: branches inside and at the ends of blocks, prefixes of others."""
+    rng = np.random.default_rng(5)
+    tree, known = PrefixTree(pool := BlockPool(8192), 4), []
+    for _ in range(400):
+        tokens = np.concatenate([np.full(rng.integers(0, 9), 7), rng.integers(0, 3, rng.integers(0, 12))])
+        blocks = [pool.take() for _ in range(-(-len(tokens) // 4))]
+        tree.insert(tree.root, tokens, blocks)
+        pool.drop(blocks)
+        known.append(tokens.tolist())
+        query = np.concatenate([np.full(rng.integers(0, 9), 7), rng.integers(0, 3, rng.integers(0, 12))])
+        assert tree.match(query).length == max(len(commonprefix([query.tolist(), other])) for other in known)
 
 
 def test_with_recompute_last_one_token_less_is_reused() -> None:
