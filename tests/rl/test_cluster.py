@@ -8,7 +8,7 @@ import pytest
 
 from glm5.errors import ConfigError, ServiceError
 from glm5.rl.launch.cluster import import_ray, train_on_cluster
-from glm5.rl.operation import ClusterConfig
+from glm5.rl.operation import ClusterConfig, SupervisionConfig
 from glm5.runlog import read_jsonl
 
 from .coin_taskset import install
@@ -22,6 +22,11 @@ def test_without_ray_one_line_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"launch='ray' needs Ray; pip install 'glm5\[cluster\]'"):
         train_on_cluster(CLUSTER, tmp_path / "run")
+
+
+def test_the_watchdog_is_for_one_machine():
+    with pytest.raises(ConfigError, match=r'watch_trainer=true with launch="ray"'):
+        dataclasses.replace(CLUSTER, supervision=SupervisionConfig(watch_trainer=True))
 
 
 @pytest.mark.slow

@@ -31,14 +31,8 @@ def train_on_cluster(config: RLConfig, run_dir: Path) -> Path:
 
     Raises ConfigError without Ray, ServiceError when no node fits or one is lost, and what ``run_rl`` raises.
     """
-    ray = import_ray()
-    is_ours = not ray.is_initialized()
-    if is_ours:
-        try:
-            ray.init(address=config.cluster.address, log_to_driver=False, logging_level="error")
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ServiceError(f"cluster.address={config.cluster.address!r}: no Ray cluster there "
-                               f"({str(error).splitlines()[0]}); start one with 'ray start --head'") from None
+    is_ours = not import_ray().is_initialized()
+    ray = _connect(config)
     try:
         options = _options(config, "trainer")
         _require_room(ray, "trainer", options)
@@ -67,15 +61,16 @@ def _train(config: RLConfig, run_dir: Path, directory: str) -> tuple[Glm5Error |
 
 
 class RayMachines:
-    """Places services on the nodes of the cluster that this process belongs to. ``on_event(kind, **values)`` gets
-    where."""
+    """Places services on the nodes of the cluster. ``on_event(kind, **values)`` gets where."""
 
     def __init__(self, config: RLConfig, on_event: Callable[..., None]) -> None:
+        """Raises ConfigError without Ray, ServiceError without a cluster."""
         self._config, self._on_event = config, on_event
+        self._ray = _connect(config)
 
     def place(self, service: str) -> RayMachine:
         """An actor for ``service`` where its resources are. Raises ServiceError when no node has them."""
-        ray = import_ray()
+        ray = self._ray
         kind = service.partition("-")[0]
         options = _options(self._config, kind)
         _require_room(ray, service, options)
@@ -175,6 +170,18 @@ def import_ray() -> Any:
         import ray
     except ImportError:
         raise ConfigError("launch='ray' needs Ray; pip install 'glm5[cluster]', or take launch='local'") from None
+    return ray
+
+
+def _connect(config: RLConfig) -> Any:
+    """The library, connected to the cluster; inside a task of it, it is already."""
+    ray = import_ray()
+    if not ray.is_initialized():
+        try:
+            ray.init(address=config.cluster.address, log_to_driver=False, logging_level="error")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ServiceError(f"cluster.address={config.cluster.address!r}: no Ray cluster there "
+                               f"({str(error).splitlines()[0]}); start one with 'ray start --head'") from None
     return ray
 
 
