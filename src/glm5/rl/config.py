@@ -270,8 +270,8 @@ class RLConfig:
             raise ConfigError(f'weights.transport={self.weights.transport!r} with engine.kind={self.engine.kind!r}: '
                               'engines of others load whole checkpoints; set weights.transport = "disk"')
         if self.launch == "ray" and self.supervision.watch_trainer:
-            raise ConfigError('supervision.watch_trainer=true with launch="ray": the watchdog sees processes of its own '
-                              "machine only; set it to false")
+            raise ConfigError('supervision.watch_trainer=true with launch="ray": the watchdog sees processes of '
+                              "its own machine only; set it to false")
         if (self.mode == "offline") != bool(self.replay.source):
             raise ConfigError(f'mode={self.mode!r}, replay.source={self.replay.source!r}: mode "offline" and a source '
                               "need each other; give both or neither")
