@@ -1,4 +1,3 @@
-import json
 import os
 import signal
 import subprocess
@@ -131,20 +130,23 @@ class Elsewhere(machines.LocalMachine):
         self.released = True
 
 
-def test_a_service_on_another_machine_is_never_reaped_here(checkpoint, tmp_path):
-    placed = {}
+def test_a_service_on_another_machine_is_never_reaped_here(checkpoint, tmp_path, monkeypatch):
+    placed, recorded = {}, []
+    monkeypatch.setattr(supervision, "RECORD_PERIOD_S", 0.0)
 
     class Cluster:
         def place(self, service):
             return placed.setdefault(service, Elsewhere())
 
     with Supervisor(tmp_path, lambda kind, **values: None, machines=Cluster()) as supervisor:
+        monkeypatch.setattr(supervisor._record, "note", lambda roots: recorded.append(list(roots)))
         url = supervisor.add(gateway_spec(checkpoint, tmp_path))
         supervisor.wait_until_ready()
         host, port = placed["gateway"].address
         assert url == f"http://{host}:{port}" and is_well(url)
-        poll_until((tmp_path / "processes.json").exists, supervisor.tend, 60, "record")
-        assert json.loads((tmp_path / "processes.json").read_text())["processes"] == {}
+        recorded.clear()
+        poll_until(lambda: recorded, supervisor.tend, 60, "record")
+        assert not any(recorded)
         process = supervisor.process_ids()["gateway"]
     assert placed["gateway"].released
     with pytest.raises(ProcessLookupError):
