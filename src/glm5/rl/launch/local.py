@@ -27,7 +27,7 @@ from glm5.rl.episodes import EpisodeRunner
 from glm5.rl.launch.machines import LocalMachines, Machines
 from glm5.rl.launch.rewards import reward_arguments, reward_model_directory
 from glm5.rl.supervisor import ServiceSpec, Supervisor
-from glm5.rl.weights import latest, verify
+from glm5.rl.weights import WeightVersion, latest, verify
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
 
 TEND_PERIOD_S = 0.25
@@ -172,10 +172,16 @@ class RolloutStack:
             self.tend()
             await asyncio.sleep(TEND_PERIOD_S)
 
+    def _newest_published(self) -> WeightVersion | None:
+        """What a service that starts now finds, if it is newer than what the stack began with, which is removed in
+        the course of a run."""
+        published = latest(self.run_dir) if self._orchestrate else None
+        return published if published is not None and published.version > self._weight_version else None
+
     def _engine_arguments(self) -> list[str]:
         directory, version = self._engine_dir, self._weight_version
-        published = latest(self.run_dir) if self._orchestrate else None
-        if published is not None and published.version > version:
+        published = self._newest_published()
+        if published is not None:
             verify(published)
             directory, version = published.directory, published.version
         config = self.config
@@ -188,7 +194,9 @@ class RolloutStack:
                 "--device", config.engine_device]
 
     def _gateway_arguments(self) -> list[str]:
-        return ["gateway", "--engine", self.engine_url, "--tokenizer", str(self._engine_dir),
+        published = self._newest_published()
+        directory = self._engine_dir if published is None else published.directory
+        return ["gateway", "--engine", self.engine_url, "--tokenizer", str(directory),
                 "--store", str(self.run_dir / "turns.sqlite")]
 
     def _add_reward_model(self) -> str:
