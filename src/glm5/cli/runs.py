@@ -64,6 +64,10 @@ def rl(config: Path, run_dir: Annotated[Path | None, typer.Option(help="Run dire
             return interval.low, interval.high
 
         print_results("rl --compare-sync", compare_modes(loaded, directory, bounds), as_json)
+    elif loaded.launch == "ray":
+        from glm5.rl.launch.cluster import train_on_cluster
+
+        print(train_on_cluster(loaded, directory))
     else:
         print(run_rl(loaded, directory))
 

@@ -109,6 +109,18 @@ def chat(target: Annotated[str, typer.Argument(help="A checkpoint directory or t
     chat_loop(target, temperature=temperature, thinking=thinking, api_key=api_key)
 
 
+def adapter(url: Annotated[str, typer.Argument(help="URL of the external engine.")],
+            kind: Annotated[str, typer.Option(help="sglang or vllm.")],
+            weights: Annotated[Path, typer.Option(help="Checkpoint that the engine loads first.")],
+            weight_version: Annotated[int, typer.Option(help="Policy version of these weights.")] = 0,
+            max_context: Annotated[int, typer.Option(help="Tokens per sequence; 0 takes the engine's limit.")] = 0,
+            host: Host = "127.0.0.1", port: Port = 8300, ready_file: ReadyFile = None) -> None:
+    """The token-level protocol in front of an SGLang or vLLM server. Usually started by ``glm5 rl``."""
+    from glm5.serve.adapter import run_adapter
+
+    run_adapter(kind, url, weights.resolve(), weight_version, host, port, ready_file, max_context)
+
+
 def gateway(engine: Annotated[list[str], typer.Option(help="Engine URL; repeat for several.")],
             tokenizer: Annotated[Path, typer.Option(help="Directory with tokenizer.json.")],
             store: Annotated[Path, typer.Option(help="SQLite file of the recorded turns.")],

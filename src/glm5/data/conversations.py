@@ -78,8 +78,9 @@ def render_conversation(
     ids, trained = list(rendered.ids), list(rendered.loss_mask)
     last = conversation.messages[-1] if conversation.messages else {}
     if last.get("role") == "assistant":
-        ids.append(tokenizer.special_id("<|observation|>" if last.get("tool_calls") else "<|user|>"))
-        trained.append(not is_erroneous(last, conversation.origin))
+        closing = tokenizer.closing_ids(bool(last.get("tool_calls")))
+        ids += closing
+        trained += [not is_erroneous(last, conversation.origin)] * len(closing)
     if not any(trained):
         raise DataError(f"{conversation.origin}: no assistant message that is trained; add one or remove it")
     return ConversationSample(np.array(ids, dtype=np.int64), np.array(trained, dtype=bool), conversation.origin)

@@ -117,9 +117,9 @@ class Answer:
     @property
     def reasoning_tokens(self) -> int:
         """Output ids up to the end of the reasoning."""
-        end = self._tokenizer.special_id("</think>")
         if not self._thinking:
             return 0
+        end = self._tokenizer.special_id("</think>")
         if end in self.output_ids:
             return self.output_ids.index(end) + 1
         return len(self.output_ids) if all(part.kind == "reasoning" for part in self.parts) else 0

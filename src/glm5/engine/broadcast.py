@@ -23,9 +23,9 @@ from torch import Tensor
 
 from glm5.device import HOST, open_process_group
 from glm5.errors import CheckpointError, WeightSyncError
-from glm5.model.checkpoint import load_published, state_dict_published
+from glm5.model.checkpoint import load_published
+from glm5.model.families import CausalLM, published_tensors
 from glm5.model.shards import DTYPES_BY_NAME, NAMES_BY_DTYPE, TensorSpec
-from glm5.model.transformer import GlmMoeDsaForCausalLM
 
 BUFFER_BYTES = 64 << 20
 """Size of one buffer, more for a single larger tensor."""
@@ -114,19 +114,19 @@ def announce(tensors: Mapping[str, Tensor]) -> Announcement:
     return Announcement({name: spec_of(tensor) for name, tensor in tensors.items()}, sha256.hexdigest())
 
 
-def snapshot(model: GlmMoeDsaForCausalLM) -> dict[str, Tensor]:
+def snapshot(model: CausalLM) -> dict[str, Tensor]:
     """Copies of all published tensors in main memory: the optimizer may go on while they travel."""
     return {name: tensor.detach().to(HOST, copy=True).contiguous()
-            for name, tensor in state_dict_published(model).items()}
+            for name, tensor in published_tensors(model).items()}
 
 
-def with_tensors(current: GlmMoeDsaForCausalLM, tensors: Mapping[str, Tensor]) -> GlmMoeDsaForCausalLM:
+def with_tensors(current: CausalLM, tensors: Mapping[str, Tensor]) -> CausalLM:
     """A copy of ``current`` with other weights. Raises CheckpointError for tensors that do not fit or have NaNs."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"broadcast: {name} has values that are not finite; publish good weights")
     model = copy.deepcopy(current)
-    load_published(model, tensors)
+    load_published(published_tensors(model), tensors)
     return model
 
 

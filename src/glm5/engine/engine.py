@@ -37,7 +37,7 @@ from glm5.engine.stats import EngineStats, WeightUpdate
 from glm5.engine.tensor_parallel import LedModel
 from glm5.errors import ConfigError, EngineError, Glm5Error
 from glm5.kernels.dispatch import require_forms
-from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.model.families import CausalLM
 from glm5.records import SamplingParams
 
 
@@ -46,7 +46,7 @@ class Engine:
 
     def __init__(
         self,
-        model: GlmMoeDsaForCausalLM | LedModel,
+        model: CausalLM | LedModel,
         stop_ids: SequenceOf[int],
         config: EngineConfig | None = None,
         *,
@@ -180,7 +180,7 @@ class Engine:
     def replace_tensors(self, tensors: Mapping[str, torch.Tensor], version: int, timeout_s: float = 60) -> WeightUpdate:
         """Swap in the weights ``tensors`` (published names) as ``version``; what is wrong with them is a result."""
 
-        def load() -> GlmMoeDsaForCausalLM:
+        def load() -> CausalLM:
             if isinstance(self._loop.runner.model, LedModel):
                 raise EngineError("a broadcast reaches one process, this engine has several; load them from disk")
             return with_tensors(self._loop.runner.model, tensors)
@@ -188,7 +188,7 @@ class Engine:
         return self._update(load, version, self.model_path, timeout_s, False)
 
     def _update(
-        self, load: Callable[[], GlmMoeDsaForCausalLM], version: int, model_path: str, timeout_s: float, rollback: bool
+        self, load: Callable[[], CausalLM], version: int, model_path: str, timeout_s: float, rollback: bool
     ) -> WeightUpdate:
         start = time.perf_counter()
         with self._update_lock:
@@ -263,12 +263,12 @@ class Engine:
         self._loop.wake_up()
         self._loop.join(timeout_s)
 
-    def _swap(self, model: GlmMoeDsaForCausalLM, version: int, model_path: str) -> None:
+    def _swap(self, model: CausalLM, version: int, model_path: str) -> None:
         self._loop.swap(model, version)
         self.model_path = model_path
 
 
-def _check_drafting(model: GlmMoeDsaForCausalLM | LedModel, config: EngineConfig) -> None:
+def _check_drafting(model: CausalLM | LedModel, config: EngineConfig) -> None:
     if config.speculative and not model.config.num_nextn_predict_layers:
         raise ConfigError(
             f"speculative={config.speculative}: the model has no MTP layer to draft with; leave it 0 or serve a "

@@ -30,7 +30,7 @@ from glm5.engine.stats import EngineStats
 from glm5.engine.tensor_parallel import LedModel
 from glm5.errors import ConfigError, EngineError
 from glm5.model.cache import bytes_per_token
-from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.model.families import CausalLM
 from glm5.records import FinishReason
 
 _IDLE_WAIT_S = 1.0
@@ -42,7 +42,7 @@ class StepLoop:
     """Scheduler, key cache and runner of one engine, and the thread that they live on."""
 
     def __init__(
-        self, model: GlmMoeDsaForCausalLM | LedModel, config: EngineConfig, max_context: int, weight_version: int
+        self, model: CausalLM | LedModel, config: EngineConfig, max_context: int, weight_version: int
     ) -> None:
         """Raises ConfigError for a cache that holds no prompt and answer of ``model``."""
         self._config = config
@@ -185,7 +185,7 @@ class StepLoop:
         if generation is not None and self._scheduler.stop(generation.sequence, reason, error):
             self._publish([generation])
 
-    def swap(self, model: GlmMoeDsaForCausalLM, version: int) -> None:
+    def swap(self, model: CausalLM, version: int) -> None:
         """Put ``model`` in force as ``version``."""
         self.runner.model = model.eval()
         self.cache.set_version(version)
@@ -288,7 +288,7 @@ class StepLoop:
             wake(wakeups)
 
 
-def _count_blocks(model: GlmMoeDsaForCausalLM | LedModel, config: EngineConfig, max_context: int) -> int:
+def _count_blocks(model: CausalLM | LedModel, config: EngineConfig, max_context: int) -> int:
     """Blocks that ``config`` allows. Raises ConfigError when they hold no prompt and answer."""
     if not config.cache_bytes:
         return config.max_slots * -(-max_context // config.block_size) + (config.speculative > 0)

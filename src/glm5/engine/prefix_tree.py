@@ -51,11 +51,11 @@ class BlockPool:
 
 
 class Node:
-    """An edge and what follows it: ``tokens`` have their keys in ``blocks``; ``children`` in the order of their ``head``.
+    """An edge and what follows it: ``tokens`` have their keys in ``blocks``; ``children`` are in the order of ``head``.
 
     Two that share a whole block share an edge, so the tokens up to the first block's end tell siblings apart, and in
-    lexicographic order the one that shares most with some tokens is next to their place: thousands of siblings, as after
-    a common system prompt, cost no more to search than ten.
+    lexicographic order the one that shares most with some tokens is next to their place: thousands of siblings, as
+    after a common system prompt, cost no more to search than ten.
     """
 
     __slots__ = ("blocks", "children", "head", "parent", "pins", "tokens")
@@ -68,6 +68,11 @@ class Node:
     def place(self, head: tuple[int, ...]) -> int:
         """Index of the first child whose head is not before ``head``."""
         return bisect_left(self.children, head, key=_HEAD)
+
+    def find(self, head: tuple[int, ...]) -> Node | None:
+        """The child of this head."""
+        place = self.place(head)
+        return self.children[place] if place < len(self.children) and self.children[place].head == head else None
 
 
 _HEAD = attrgetter("head")
@@ -134,10 +139,9 @@ class PrefixTree:
             head = self._head(tokens)
             for length in range(1, len(head)):
                 # It may end in a block of ours, which must not be in the tree twice.
-                place = node.place(head[:length])
-                if place < len(node.children) and node.children[place].head == head[:length]:
-                    if not node.children[place].pins:
-                        self._remove(node.children[place])
+                other = node.find(head[:length])
+                if other is not None and not other.pins:
+                    self._remove(other)
             new = Node(tokens.copy(), list(blocks), node, head)
             self._pool.share(blocks)
             node.children.insert(node.place(head), new)

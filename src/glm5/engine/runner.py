@@ -27,7 +27,7 @@ from glm5.engine.requests import Sequence
 from glm5.engine.sampler import RowSettings, log_probs, mix_seed, sample, top_log_probs
 from glm5.engine.scheduler import PrefillChunk, StepPlan
 from glm5.engine.tensor_parallel import LedModel
-from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.model.families import CausalLM
 from glm5.records import TopLogprobs
 
 
@@ -73,7 +73,7 @@ class _Batch:
 class Runner:
     """Owns the key cache and the per-slot sampling state; ``model`` may be replaced between steps."""
 
-    def __init__(self, model: GlmMoeDsaForCausalLM | LedModel, cache: PrefixCache, config: EngineConfig) -> None:
+    def __init__(self, model: CausalLM | LedModel, cache: PrefixCache, config: EngineConfig) -> None:
         self.model = model
         self._cache = cache
         self._attention = config.attention

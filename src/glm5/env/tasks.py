@@ -29,6 +29,7 @@ BUILT_IN = {
     "code": "glm5.env.tasksets.code:Code",
     "python": "glm5.env.tasksets.python:Python",
     "gym": "glm5.env.tasksets.gym:Gym",
+    "rooms": "glm5.env.tasksets.rooms:Rooms",
     "writing": "glm5.env.tasksets.writing:Writing",
 }
 """What this distribution's entry points say, for a source tree that was not installed."""

@@ -188,12 +188,11 @@ def read_published(directory: str | Path) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_published(model: GlmMoeDsaForCausalLM, tensors: Mapping[str, Tensor]) -> None:
-    """Copy ``tensors`` (published names) into ``model`` in place, converting types.
+def load_published(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy ``tensors`` into ``targets``, the published tensors of a model, in place, converting types.
 
     Everything is checked before the first copy: on CheckpointError the model is unchanged.
     """
-    targets = state_dict_published(model)
     _check(targets, {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, {}, None)
     _copy(targets, tensors)
 

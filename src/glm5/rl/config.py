@@ -17,7 +17,7 @@ from glm5.env.rewards.config import RewardConfig
 from glm5.errors import ConfigError
 from glm5.rl.advantages import GroupAdvantage
 from glm5.rl.credit import CriticConfig, TeacherConfig, prompt_mixture
-from glm5.rl.operation import ObservationConfig, SupervisionConfig, WeightsConfig
+from glm5.rl.operation import ClusterConfig, EngineSource, ObservationConfig, SupervisionConfig, WeightsConfig
 from glm5.train.config import OptimizerConfig, ScheduleConfig
 
 NO_BOUND = 2**62
@@ -176,6 +176,12 @@ class RLConfig:
     """Hard bound, in steps, between the trainer and the oldest policy version of a trained sample (async)."""
     publish_every: int = 1
     """Steps between weight publications (async; sync publishes every step)."""
+    launch: Literal["local", "ray"] = "local"
+    """``local``: all processes on this machine. ``ray``: on the nodes of a Ray cluster."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Placement on a Ray cluster."""
+    engine: EngineSource = field(default_factory=EngineSource)
+    """The engine that samples."""
     loss: LossConfig = field(default_factory=LossConfig)
     """Policy loss."""
     advantage: GroupAdvantage = "mean"
@@ -274,6 +280,12 @@ class RLConfig:
                             ("stall_minutes", self.stall_minutes)):
             if value <= 0:
                 raise ConfigError(f"{name}={value} must be above 0")
+        if self.engine.kind != "built-in" and self.weights.transport != "disk":
+            raise ConfigError(f'weights.transport={self.weights.transport!r} with engine.kind={self.engine.kind!r}: '
+                              'engines of others load whole checkpoints; set weights.transport = "disk"')
+        if self.launch == "ray" and self.supervision.watch_trainer:
+            raise ConfigError('supervision.watch_trainer=true with launch="ray": the watchdog sees processes of '
+                              "its own machine only; set it to false")
         if (self.mode == "offline") != bool(self.replay.source):
             raise ConfigError(f'mode={self.mode!r}, replay.source={self.replay.source!r}: mode "offline" and a source '
                               "need each other; give both or neither")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from glm5.rl.losses import MAX_LOG_RATIO, PolicyLoss
 
-_SUMS = ("tokens", "k1", "k3", "ratio", "low", "high", "not_finite")
+_SUMS = ("tokens", "k1", "abs", "k3", "ratio", "low", "high", "not_finite")
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -63,7 +63,8 @@ class Mismatch:
         """Add the tokens of one micro-batch; ``staleness`` int [M] in trainer steps."""
         delta = result.log_ratio.double()
         zero = torch.zeros_like(delta)
-        values = {"tokens": torch.ones_like(delta), "k1": -delta, "k3": k3(zero, delta), "ratio": delta.exp(),
+        values = {"tokens": torch.ones_like(delta), "k1": -delta, "abs": delta.abs(),
+                  "k3": k3(zero, delta), "ratio": delta.exp(),
                   "low": result.low.double(), "high": result.high.double(), "not_finite": result.not_finite.double()}
         for age in staleness.unique().tolist():
             here = staleness == age
@@ -77,7 +78,8 @@ class Mismatch:
         whole = {name: sum(bin_sums[name] for bin_sums in self.sums.values()) for name in _SUMS}
         for suffix, bin_sums in [("", whole), *((f".staleness_{age}", self.sums[age]) for age in sorted(self.sums))]:
             tokens = max(bin_sums["tokens"], 1.0)
-            means = {"k1": bin_sums["k1"], "k3": bin_sums["k3"], "ratio": bin_sums["ratio"],
+            means = {"k1": bin_sums["k1"], "abs_difference": bin_sums["abs"], "k3": bin_sums["k3"],
+                     "ratio": bin_sums["ratio"],
                      "masked_low": bin_sums["low"], "masked_high": bin_sums["high"],
                      "masked_not_finite": bin_sums["not_finite"]}
             result |= {f"{name}{suffix}": total / tokens for name, total in means.items()}

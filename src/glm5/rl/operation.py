@@ -1,12 +1,13 @@
-"""How a run is operated: how weights travel, when a component counts as dead, what is shown. Configuration only.
+"""How a run is operated: which engine samples and where things run, how weights travel, when a component counts as
+dead, what is shown. Configuration only.
 
-These are the sections ``[weights]``, ``[supervision]`` and ``[observation]`` of ``rl.toml``; nothing in them changes
-what is learnt. No torch here.
+These are the sections ``[engine]``, ``[cluster]``, ``[weights]``, ``[supervision]`` and ``[observation]`` of
+``rl.toml``; nothing in them changes what is learnt. No torch here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from glm5.config import require_at_least
@@ -93,3 +94,40 @@ class ObservationConfig:
         require_at_least(0, prometheus_port=self.prometheus_port, transcripts=self.transcripts)
         if self.prometheus_port > 65535:
             raise ConfigError(f"prometheus_port={self.prometheus_port} must be at most 65535")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSource:
+    """Which engine samples the policy; see ``docs/policies.md``."""
+
+    kind: Literal["built-in", "sglang", "vllm"] = "built-in"
+    """``built-in`` starts ``glm5 serve``; the others are servers that run already."""
+    url: str = ""
+    """Address of the external server."""
+    tolerance: float = 0.02
+    """Mean |log-prob difference| in nats, between trainer and external engine, above which a run does not start."""
+
+    def __post_init__(self) -> None:
+        if (self.kind == "built-in") != (not self.url):
+            raise ConfigError(f"engine: kind={self.kind!r} with url={self.url!r}; give a url for sglang and vllm, and "
+                              "none for the built-in engine")
+        if self.tolerance <= 0:
+            raise ConfigError(f"engine.tolerance={self.tolerance} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    """Where ``launch = "ray"`` places trainer and services; see ``docs/policies.md``.
+
+    Each table names Ray resources, ``{GPU = 1}`` or custom ones such as ``{big_memory = 1}``; processors follow from
+    ``trainer_threads`` and ``engine_threads``.
+    """
+
+    address: str = "auto"
+    """Address of the cluster; ``auto`` takes the one that runs on this machine."""
+    trainer: dict[str, float] = field(default_factory=dict)
+    """Resources of the trainer."""
+    engine: dict[str, float] = field(default_factory=dict)
+    """Resources of the engine, and of the reward model where there is one."""
+    tasks: dict[str, float] = field(default_factory=dict)
+    """Resources of each task service; they are spread over the nodes that have them."""

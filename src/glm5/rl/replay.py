@@ -129,10 +129,10 @@ def mismatch_rows(item: LedgerEpisode, checkpoint: Path) -> list[dict[str, Any]]
     """
     import torch  # here, because listing and exporting need none of it
 
-    from glm5.model.checkpoint import load_model
+    from glm5.model.families import load_causal_lm
     from glm5.train.losses import token_logprobs
 
-    model = load_model(checkpoint, dtype=torch.float32)
+    model = load_causal_lm(checkpoint, dtype=torch.float32)
     differences: list[torch.Tensor] = []
     with torch.no_grad():
         for trajectory in item.episode.trajectories:

@@ -12,14 +12,12 @@ Restarts back off exponentially up to a cap; a service that dies more often than
 example, and ends the run at once. The port of a service stays reserved while it is down, so that it comes back at its
 URL. Services start in the given order and stop in the reverse one, intake before what it feeds.
 
-Every process below the services, sandboxes included, is in ``processes.json`` with its start time; the next supervisor
-of the same directory stops those that a killed one left (``rl/reaper.py``).
+Every process of this machine below the services, sandboxes included, is in ``processes.json`` with its start time; the
+next supervisor of the same directory stops those that a killed one left (``rl/reaper.py``).
 """
 
 from __future__ import annotations
 
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +28,8 @@ from typing import Literal
 import httpx
 
 from glm5.errors import ServiceError
-from glm5.process import last_line, reserve, spawn, stop
+from glm5.process import last_line
+from glm5.rl.launch.machines import LocalMachines, Machine, Machines, Process
 from glm5.rl.operation import SupervisionConfig
 from glm5.rl.reaper import ProcessRecord, reap
 
@@ -46,7 +45,6 @@ STOP_TIMEOUT_S = 12.0
 """A service is told to end, and killed when it does not; each step is bounded."""
 USER_ERROR = 2
 """Exit code of the command line for what the user can fix."""
-_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +68,9 @@ class ServiceSpec:
 @dataclass(slots=True, eq=False)
 class _Service:
     spec: ServiceSpec
-    port_holder: socket.socket
+    machine: Machine
     state: Literal["starting", "running", "waiting"] = "waiting"
-    process: subprocess.Popen[bytes] | None = None
+    process: Process | None = None
     since: float = 0.0
     """Monotonic time at which the state was entered."""
     wait_s: float = 0.0
@@ -87,18 +85,18 @@ class _Service:
 
     @property
     def url(self) -> str:
-        return f"http://{_HOST}:{self.port}"
-
-    @property
-    def port(self) -> int:
-        return int(self.port_holder.getsockname()[1])
+        host, port = self.machine.address
+        return f"http://{host}:{port}"
 
 
 class Supervisor:
     """Owner of the child processes of one run; use as a context manager. ``on_event(kind, **values)`` gets deaths and
     is called from the keeper's thread."""
 
-    def __init__(self, run_dir: Path, on_event: Callable[..., None], config: SupervisionConfig | None = None) -> None:
+    def __init__(self, run_dir: Path, on_event: Callable[..., None], config: SupervisionConfig | None = None,
+                 machines: Machines | None = None) -> None:
+        """``machines`` None starts everything on this machine."""
+        self._machines = machines or LocalMachines()
         self._logs, self._ready = run_dir / "logs", run_dir / "ready"
         self._record = ProcessRecord(run_dir / "processes.json")
         self._on_event, self._config = on_event, config or SupervisionConfig()
@@ -120,7 +118,7 @@ class Supervisor:
             if thread.ident is not None:
                 thread.join(STOP_TIMEOUT_S * (1 + len(self._services)))
         for service in self._services.values():
-            service.port_holder.close()
+            service.machine.release()
         self._record.remove()
 
     def _stop_order(self) -> list[_Service]:
@@ -130,7 +128,7 @@ class Supervisor:
 
     def add(self, spec: ServiceSpec) -> str:
         """Have a service started in a port of its own and give its URL at once; ``wait_until_ready`` waits for all."""
-        service = _Service(spec, reserve(_HOST))
+        service = _Service(spec, self._machines.place(spec.name))
         self._services[spec.name] = service
         prober = threading.Thread(target=self._probe, args=(service,), name=f"probe-{spec.name}", daemon=True)
         self._threads.append(prober)
@@ -181,7 +179,7 @@ class Supervisor:
         self._stopped.wait()
         for service in self._stop_order():
             if service.process is not None:
-                stop(service.process)
+                service.machine.stop(service.process)
 
     def _keep_all(self) -> None:
         recorded_at = 0.0
@@ -189,7 +187,8 @@ class Supervisor:
             for service in list(self._services.values()):
                 self._move_on(service)
             if time.monotonic() - recorded_at >= RECORD_PERIOD_S:
-                self._record.note(self.process_ids().values())
+                self._record.note(service.process.pid for service in self._services.values()
+                                  if service.process is not None and service.machine.is_here)
                 recorded_at = time.monotonic()
 
     def _move_on(self, service: _Service) -> None:
@@ -216,8 +215,9 @@ class Supervisor:
     def _start(self, service: _Service) -> None:
         ready = self._ready_file(service)
         ready.unlink(missing_ok=True)
-        address = ["--host", _HOST, "--port", str(service.port), "--ready-file", str(ready)]
-        service.process = spawn([*service.spec.arguments(), *address], self._log_file(service))
+        host, port = service.machine.address
+        address = ["--host", host, "--port", str(port), "--ready-file", str(ready.resolve())]
+        service.process = service.machine.start([*service.spec.arguments(), *address], self._log_file(service))
         self._enter(service, "starting")
 
     def _check_start(self, service: _Service) -> None:
@@ -231,7 +231,7 @@ class Supervisor:
 
     def _mark_dead(self, service: _Service, why: str) -> None:
         assert service.process is not None
-        stop(service.process, grace_s=0.2)
+        service.machine.stop(service.process, grace_s=0.2)
         now, config = time.monotonic(), self._config
         service.seen_at = service.seen_at or now
         service.deaths = [death for death in service.deaths if now - death < config.restart_window_s] + [now]

@@ -26,8 +26,7 @@ import torch
 from glm5.device import find_device
 from glm5.engine.broadcast import snapshot
 from glm5.errors import ConfigError, ServiceError
-from glm5.model.checkpoint import load_model
-from glm5.model.quantize.plan import trained_for
+from glm5.model.families import CausalLM
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.process import lock_directory
 from glm5.records import Episode
@@ -39,7 +38,9 @@ from glm5.rl.launch.local import RolloutStack
 from glm5.rl.ledger import LeasedBatch, Ledger
 from glm5.rl.losses import LOSSES, PolicyTokens, teacher_advantages
 from glm5.rl.packing import micro_batches
+from glm5.rl.policy import load_policy
 from glm5.rl.push import WeightPusher
+from glm5.rl.self_test import self_test
 from glm5.rl.spans import Track
 from glm5.rl.supervisor import poll_until
 from glm5.rl.teachers import Teachers, teacher_services
@@ -143,14 +144,7 @@ def _resolve_teachers(config: RLConfig, run_dir: Path, init_dir: Path) -> dict[s
     return checkpoints
 
 
-def freeze(model: GlmMoeDsaForCausalLM) -> None:
-    """Leave only what reinforcement learning trains: everything but the indexers and the MTP layer."""
-    mtp_prefix = f"model.layers.{model.config.num_hidden_layers}."
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".indexer." not in name and not name.startswith(mtp_prefix))
-
-
-def policy_step(model: GlmMoeDsaForCausalLM, optimizer: Optimizer, batch: LeasedBatch, config: RLConfig,
+def policy_step(model: CausalLM, optimizer: Optimizer, batch: LeasedBatch, config: RLConfig,
                 lr_scale: float, critic: Critic | None = None) -> StepResult:
     """One update on ``batch``; nothing changes when loss or gradient is not finite. ``lr_scale`` 0 leaves the policy as
     it is, for a critic that learns first."""
@@ -206,9 +200,7 @@ class Trainer:
         if start is not None:
             require_same_tokenizer(start, init_dir)
         self._tokenizer_dir = init_dir
-        self._model = load_model(start or init_dir, dtype=torch.float32, device=find_device(config.device))
-        self._model.config = trained_for(self._model.config, None)
-        freeze(self._model)
+        self._model = load_policy(start or init_dir, find_device(config.device))
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self._critic = self._build_critic(init_dir) if config.comparison == "critic" else None
         self._learning = Together(self._optimizer, self._critic)
@@ -250,6 +242,9 @@ class Trainer:
                                                        stack.condemn))
             pusher.submit(published)
             self._await_push(stack, pusher, published)
+            if self.config.engine.kind != "built-in":
+                self._log.event("engine_self_test", **dataclasses.asdict(self_test(
+                    self._model, self._tokenizer_dir, stack.engine_url, self.config)))
             self._ledger.set_progress(self.state.step, published.version)
             self._engine_seen = stack.engine_stats()
             with progress_bar(self.config.name, self.config.steps) as bar:
@@ -297,9 +292,10 @@ class Trainer:
         return path
 
     def _build_critic(self, init_dir: Path) -> Critic:
-        trunk = load_model(init_dir, dtype=torch.float32, device=find_device(self.config.device))
-        trunk.config = self._model.config
-        freeze(trunk)
+        trunk = load_policy(init_dir, find_device(self.config.device))
+        if not isinstance(trunk, GlmMoeDsaForCausalLM):
+            raise ConfigError(f'advantage = "critic": the value model starts from a GLM-5 checkpoint, {init_dir} is none; '
+                              'use "mean"')
         return Critic(trunk, self.config.critic)
 
     def _update(self, batch: LeasedBatch) -> StepResult:

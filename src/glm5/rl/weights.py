@@ -24,7 +24,7 @@ from glm5.errors import CheckpointError, WeightSyncError
 from glm5.runlog import remove_directory, temporary_path, write_atomic
 
 if TYPE_CHECKING:
-    from glm5.model.transformer import GlmMoeDsaForCausalLM
+    from glm5.model.families import CausalLM
 
 CANARY_TOKENS = 64
 
@@ -51,7 +51,7 @@ class WeightVersion:
     """Bytes of the files with tensors."""
 
 
-def publish(model: GlmMoeDsaForCausalLM, run_dir: Path, *, version: int, step: int, parent: int | None,
+def publish(model: CausalLM, run_dir: Path, *, version: int, step: int, parent: int | None,
             tokenizer_dir: Path, full_every: int = 1) -> WeightVersion:
     """Write ``model`` as ``version`` and point ``LATEST`` at it.
 
@@ -62,7 +62,7 @@ def publish(model: GlmMoeDsaForCausalLM, run_dir: Path, *, version: int, step: i
     newest = newest_version(run_dir)
     if version <= newest:
         raise WeightSyncError(f"weight version {version} is not newer than {newest} in {run_dir}; versions only grow")
-    from glm5.model.checkpoint import save_model
+    from glm5.model.families import save_causal_lm
 
     target = version_directory(run_dir, version)
     temporary = temporary_path(target)
@@ -70,7 +70,7 @@ def publish(model: GlmMoeDsaForCausalLM, run_dir: Path, *, version: int, step: i
     try:
         links = base.links + 1 if base and _write_difference(model, base, temporary) else 0
         if not links:
-            save_model(model, temporary, tokenizer_source=tokenizer_dir)
+            save_causal_lm(model, temporary, tokenizer_source=tokenizer_dir)
         ids, logprobs = score_canary(model)
         published = WeightVersion(
             version=version, step=step, parent=parent, directory=target, sha256=_hash_files(temporary),
@@ -96,20 +96,21 @@ def _usable_base(run_dir: Path, parent: int | None, full_every: int) -> WeightVe
     return base if base.links + 1 < full_every else None
 
 
-def _write_difference(model: GlmMoeDsaForCausalLM, base: WeightVersion, directory: Path) -> bool:
+def _write_difference(model: CausalLM, base: WeightVersion, directory: Path) -> bool:
     """Write ``model`` as the difference to ``base``; False, leaving nothing, when the base cannot be used."""
-    from glm5.model.checkpoint import replacing, state_dict_published
+    from glm5.model.checkpoint import replacing
     from glm5.model.delta import write_delta
+    from glm5.model.families import published_tensors
 
     try:
         with replacing(directory) as temporary:
-            write_delta(state_dict_published(model), base.directory, temporary)
+            write_delta(published_tensors(model), base.directory, temporary)
     except CheckpointError:  # a missing or damaged base; a full disk is met again by the whole checkpoint
         return False
     return True
 
 
-def score_canary(model: GlmMoeDsaForCausalLM) -> tuple[list[int], list[float]]:
+def score_canary(model: CausalLM) -> tuple[list[int], list[float]]:
     """Fixed ids, spread over the vocabulary, and the log-probs of all but the first."""
     import torch
 

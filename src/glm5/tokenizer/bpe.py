@@ -37,7 +37,7 @@ from glm5.tokenizer.chat import (
     conversation_segments,
     generation_prompt,
 )
-from glm5.tokenizer.fit import TOKENIZER_FILE, require_fit, tokenizer_sha256
+from glm5.tokenizer.fit import TOKENIZER_FILE, is_foreign, require_fit, tokenizer_sha256
 from glm5.tokenizer.parse import ParsedMessage, StreamParser, parse_message
 
 END_OF_TEXT = "<|endoftext|>"
@@ -172,7 +172,7 @@ class Tokenizer:
         return self._special_ids[END_OF_TEXT]
 
     @property
-    def stop_ids(self) -> tuple[int, int, int]:
+    def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: ``<|endoftext|>``, ``<|user|>``, ``<|observation|>``."""
         return self.pad_id, self._special_ids["<|user|>"], self._special_ids["<|observation|>"]
 
@@ -260,6 +260,10 @@ class Tokenizer:
             segments = [*segments, *generation_prompt(enable_thinking)]
         return self._render_segments(segments).ids
 
+    def closing_ids(self, with_calls: bool) -> list[int]:
+        """What ends a rendered conversation whose last message is an answer, ``with_calls`` or without."""
+        return [self.special_id("<|observation|>" if with_calls else "<|user|>")]
+
     def parse(self, text: str, tools: Sequence[Tool] | None = None, thinking: bool = True) -> ParsedMessage:
         """Reasoning, content and tool calls of sampled text (see ``glm5.tokenizer.parse``)."""
         return parse_message(text, tools, thinking)
@@ -280,10 +284,15 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Tokenizer of a checkpoint directory, made sure to belong to the model there (see ``glm5.tokenizer.fit``).
+    """Tokenizer of a checkpoint directory, made sure to belong to the model there (see ``glm5.tokenizer.fit``); one
+    of another family when the model there is (see ``glm5.tokenizer.template``).
 
     Raises CheckpointError when it is missing, lacks a special token, or is not the model's.
     """
+    if is_foreign(Path(directory)):
+        from glm5.tokenizer.template import TemplateTokenizer
+
+        return TemplateTokenizer.from_directory(directory)
     tokenizer = Tokenizer.from_directory(directory)
     require_fit(Path(directory), tokenizer.vocab_size, tokenizer.stop_ids, tokenizer.pad_id)
     return tokenizer

@@ -15,6 +15,7 @@ from typing import Any
 from glm5.errors import CheckpointError
 
 TOKENIZER_FILE = "tokenizer.json"
+OWN_MODEL_TYPE = "glm_moe_dsa"
 _REMEDY = "put the tokenizer.json there that the model was trained with"
 
 
@@ -40,6 +41,11 @@ def require_fit(directory: Path, vocab_size: int, stop_ids: Sequence[int], pad_i
     if expected is not None and expected != tokenizer_sha256(directory):
         raise CheckpointError(f"{file}: SHA-256 {str(tokenizer_sha256(directory))[:12]}…, but "
                               f"{directory / 'meta.json'} says {expected[:12]}… of the one in training; {_REMEDY}")
+
+
+def is_foreign(directory: Path) -> bool:
+    """Whether the model in ``directory`` is of another family, whose chat template decides the format."""
+    return _read(directory / "config.json").get("model_type", OWN_MODEL_TYPE) != OWN_MODEL_TYPE
 
 
 def require_same_tokenizer(model: Path, other: Path) -> None:

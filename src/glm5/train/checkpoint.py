@@ -26,9 +26,8 @@ from torch import Tensor
 
 import glm5
 from glm5.errors import CheckpointError
-from glm5.model.checkpoint import save_model
+from glm5.model.families import CausalLM, save_causal_lm
 from glm5.model.reward import HEAD_FILE
-from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.runlog import flush_to_disk, remove_directory, replace_directory, temporary_path, write_atomic
 from glm5.tokenizer.fit import tokenizer_sha256
 
@@ -78,7 +77,7 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"{step:06d}"
 
 
-def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausalLM,
+def save_checkpoint(run_dir: Path, state: TrainerState, model: CausalLM,
                     optimizer_state: Mapping[str, Tensor], tokenizer_dir: Path | None,
                     meta: Mapping[str, Any] | None = None, head: Mapping[str, Tensor] | None = None) -> Path:
     """Write the checkpoint of ``state.step`` and give its directory; an existing one of that step is replaced.
@@ -92,7 +91,7 @@ def save_checkpoint(run_dir: Path, state: TrainerState, model: GlmMoeDsaForCausa
     temporary = temporary_path(target)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        save_model(model, temporary, tokenizer_source=tokenizer_dir)
+        save_causal_lm(model, temporary, tokenizer_source=tokenizer_dir)
         if head is not None:
             save_file({name: tensor.contiguous() for name, tensor in head.items()}, temporary / HEAD_FILE)
         (temporary / "trainer").mkdir()

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from glm5.errors import CheckpointError
 from glm5.model.config import ModelConfig
-from glm5.model.transformer import GlmMoeDsaForCausalLM
+from glm5.model.families import CausalLM
 from glm5.train.config import OptimizerConfig
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -75,10 +75,11 @@ def orthogonalize(update_PMN: Tensor, steps: int) -> Tensor:
 
 def matrix_cuts(name: str, parameter: Tensor, config: ModelConfig, split_heads: bool) -> list[Cut]:
     """How Muon slices the matrix or stack of matrices ``name``; together the cuts cover it exactly once."""
-    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
+    heads = config.num_attention_heads
     if split_heads and name.endswith("q_b_proj.weight"):
         return [lambda x: x.unflatten(0, (heads, -1))]
     if split_heads and name.endswith("kv_b_proj.weight"):
+        nope = config.qk_nope_head_dim
         return [lambda x: x.unflatten(0, (heads, -1))[:, :nope], lambda x: x.unflatten(0, (heads, -1))[:, nope:]]
     if name.endswith("experts.gate_up_proj"):
         return [lambda x: x.unflatten(1, (2, -1))[:, 0], lambda x: x.unflatten(1, (2, -1))[:, 1]]
@@ -218,7 +219,7 @@ class Optimizer:
             yield name, self._adamw.state[parameter]
 
 
-def build_optimizer(model: GlmMoeDsaForCausalLM, config: OptimizerConfig) -> Optimizer:
+def build_optimizer(model: CausalLM, config: OptimizerConfig) -> Optimizer:
     """Optimizer over the parameters of ``model`` that require a gradient now."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return Optimizer(trained, model.config, config)

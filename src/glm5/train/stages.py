@@ -35,6 +35,8 @@ from glm5.device import peak_memory_bytes
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.model.config import preset
+from glm5.model.dense import DenseCausalLM, is_dense
+from glm5.model.families import CausalLM, load_causal_lm
 from glm5.model.quantize.fake import rounded
 from glm5.model.quantize.plan import trained_for
 from glm5.model.transformer import GlmMoeDsaForCausalLM
@@ -83,7 +85,10 @@ def _train(config: StageConfig, run_dir: Path, layout: Layout, evaluate: Evaluat
     tokenizer_dir = start or Path(config.tokenizer)
     tokenizer = load_tokenizer(tokenizer_dir)
     model = _start_model(config, start, tokenizer)
-    layout.check(config, model.config)
+    if isinstance(model, DenseCausalLM):
+        _check_dense(config, layout)
+    else:
+        layout.check(config, model.config)
     cache_dir = run_dir.parent / "token-cache"
     with layout.first_alone():  # the others find what it prepares
         train_rows = training_rows(config, tokenizer, cache_dir)
@@ -91,7 +96,8 @@ def _train(config: StageConfig, run_dir: Path, layout: Layout, evaluate: Evaluat
     log = RunLog(run_dir, writes=layout.is_first)
     log.write_config(config)
 
-    model.config = trained_for(model.config, config.quantization)
+    if not isinstance(model, DenseCausalLM):
+        model.config = trained_for(model.config, config.quantization)
     # The workers start and tokenise while the model is made and scored.
     shards = untokenised_shards(config, tokenizer, cache_dir) if layout.is_first else ()
     with Loader(train_rows, config.length, config.seed, config.data.workers, config.data.ahead, shards) as loader:
@@ -126,11 +132,13 @@ def replay_step(config: StageConfig, run_dir: Path, step: int) -> list[dict[str,
         return replay(run_dir, step, objective_of(config), model, int(weights.name) if weights != init else 0)
 
 
-def _start_model(config: StageConfig, start: Path | None, tokenizer: Tokenizer) -> GlmMoeDsaForCausalLM:
+def _start_model(config: StageConfig, start: Path | None, tokenizer: Tokenizer) -> CausalLM:
     """The weights to begin or go on with, in fp32 whatever the checkpoint stores: a step of 1e-5 is below the
     resolution of bf16."""
     if start is None:
         return fresh_model(config, tokenizer)
+    if is_dense(start):
+        return load_causal_lm(start, dtype=torch.float32)
     return load_model(start, dtype=torch.float32, config_overrides=config.model)
 
 
@@ -159,8 +167,22 @@ def fresh_model(config: StageConfig, tokenizer: Tokenizer) -> GlmMoeDsaForCausal
     return GlmMoeDsaForCausalLM(shape, generator=torch.Generator().manual_seed(config.seed))
 
 
-def freeze(model: GlmMoeDsaForCausalLM, config: StageConfig) -> None:
+def _check_dense(config: StageConfig, layout: Layout) -> None:
+    """Raise ConfigError for what a dense model of Transformers cannot do here."""
+    wrong = {"model": config.model, "mtp_steps": config.mtp_steps, "train_indexer": config.trains_indexer,
+             "quantization": config.quantization, "processes": layout.size - 1,
+             "parallel.activation_checkpointing": config.parallel.activation_checkpointing}
+    for name, value in wrong.items():
+        if value:
+            raise ConfigError(f"{name}: a Llama or Qwen checkpoint is trained whole, in one process, without indexers "
+                              "and multi-token prediction; leave it out")
+
+
+def freeze(model: CausalLM, config: StageConfig) -> None:
     """Let exactly those parameters require a gradient that the stage trains."""
+    if isinstance(model, DenseCausalLM):
+        model.requires_grad_(True)
+        return
     mtp_prefix = f"model.layers.{model.config.num_hidden_layers}."
     if config.mtp_steps and not model.config.num_nextn_predict_layers:
         raise ConfigError(f"mtp_steps={config.mtp_steps} but the model has no MTP layer; set mtp_steps = 0")

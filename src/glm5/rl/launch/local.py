@@ -24,9 +24,10 @@ from glm5.records import Episode
 from glm5.rl import probes
 from glm5.rl.config import RLConfig
 from glm5.rl.episodes import EpisodeRunner
+from glm5.rl.launch.machines import LocalMachines, Machines
 from glm5.rl.launch.rewards import reward_arguments, reward_model_directory
 from glm5.rl.supervisor import ServiceSpec, Supervisor
-from glm5.rl.weights import latest, verify
+from glm5.rl.weights import WeightVersion, latest, verify
 from glm5.runlog import ProgressBar, RunLog, progress_bar, write_atomic
 
 TEND_PERIOD_S = 0.25
@@ -44,7 +45,7 @@ class RolloutStack:
         self.config, self.run_dir, self._beside = config, run_dir, beside
         self._engine_dir, self._weight_version, self._orchestrate = engine_dir, weight_version, orchestrate
         self._log = RunLog(run_dir)
-        self._supervisor = Supervisor(run_dir, self._log.event, config.supervision)
+        self._supervisor = Supervisor(run_dir, self._log.event, config.supervision, _machines(config, self._log))
         self._http = httpx.Client(timeout=30, trust_env=False)
         self.engine_url = self.gateway_url = self.orchestrator_url = ""
         self.service_urls: dict[str, str] = {}
@@ -175,20 +176,31 @@ class RolloutStack:
             self.tend()
             await asyncio.sleep(TEND_PERIOD_S)
 
+    def _newest_published(self) -> WeightVersion | None:
+        """What a service that starts now finds, if it is newer than what the stack began with, which is removed in
+        the course of a run."""
+        published = latest(self.run_dir) if self._orchestrate else None
+        return published if published is not None and published.version > self._weight_version else None
+
     def _engine_arguments(self) -> list[str]:
         directory, version = self._engine_dir, self._weight_version
-        published = latest(self.run_dir) if self._orchestrate else None
-        if published is not None and published.version > version:
+        published = self._newest_published()
+        if published is not None:
             verify(published)
             directory, version = published.directory, published.version
         config = self.config
+        if config.engine.kind != "built-in":
+            return ["adapter", config.engine.url, "--kind", config.engine.kind, "--weights", str(directory),
+                    "--weight-version", str(version), "--max-context", str(config.max_context)]
         slots = config.concurrency + self._orchestrate  # one for the canary, which must not wait for an episode
         return ["serve", str(directory), "--weight-version", str(version), "--max-slots", str(slots),
                 "--max-context", str(config.max_context), "--threads", str(config.engine_threads),
                 "--device", config.engine_device]
 
     def _gateway_arguments(self) -> list[str]:
-        return ["gateway", "--engine", self.engine_url, "--tokenizer", str(self._engine_dir),
+        published = self._newest_published()
+        directory = self._engine_dir if published is None else published.directory
+        return ["gateway", "--engine", self.engine_url, "--tokenizer", str(directory),
                 "--store", str(self.run_dir / "turns.sqlite")]
 
     def _add_reward_model(self) -> str:
@@ -205,3 +217,12 @@ class RolloutStack:
                      "--gateway-url", self.gateway_url]
         return self._supervisor.add(ServiceSpec("orchestrator", "/health", lambda: arguments, probes.orchestrator,
                                                 is_intake=True))
+
+
+def _machines(config: RLConfig, log: RunLog) -> Machines:
+    """Where ``config.launch`` puts the services."""
+    if config.launch == "local":
+        return LocalMachines()
+    from glm5.rl.launch.cluster import RayMachines
+
+    return RayMachines(config, log.event)

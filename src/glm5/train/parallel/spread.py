@@ -24,6 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from glm5.data.packing import Batch
 from glm5.device import HOST
 from glm5.kernels import dispatch
+from glm5.model.dense import DenseCausalLM
+from glm5.model.families import CausalLM
 from glm5.model.mla import MultiHeadLatentAttention
 from glm5.model.moe import Experts, SparseMlp
 from glm5.model.parts import HeadPart, TokenPart
@@ -125,14 +127,15 @@ class DividedExperts(Experts):
 class Spread:
     """A model as one process of a layout has it: whole when there is only one."""
 
-    def __init__(self, model: GlmMoeDsaForCausalLM, layout: Layout | None = None,
+    def __init__(self, model: CausalLM, layout: Layout | None = None,
                  config: ParallelConfig | None = None) -> None:
         """Change ``model`` in place: divided, sharded, on the device of ``layout``. It must be whole and equal in all
         processes, and its parameters must already be frozen or not."""
         self.layout = layout or Layout(model.lm_head.weight.device)
         self.model = model
-        for layer in model.model.layers:
-            layer.recomputes = bool(config and config.activation_checkpointing)
+        if not isinstance(model, DenseCausalLM):
+            for layer in model.model.layers:
+                layer.recomputes = bool(config and config.activation_checkpointing)
         self._shards: Shards | None = None
         self._root: _Root | None = None
         if self.layout.meshes is None:
