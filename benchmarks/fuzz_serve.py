@@ -14,8 +14,7 @@ nothing is generated.
 
 Boundary values of all routes take longer than their share on most machines: give more ``--seconds`` to reach the last
 route. Rows: per phase ``fuzz.PHASE.cases``, ``fuzz.PHASE.operations`` (reached in the time; ``n`` is their number) and
-``fuzz.PHASE.failures``; ``fuzz.pause.failures``; ``fuzz.alive`` (whether the
-server generates afterwards).
+``fuzz.PHASE.failures``; ``fuzz.pause.failures``; ``fuzz.alive`` (whether the server generates afterwards).
 """
 
 from __future__ import annotations
