@@ -13,7 +13,8 @@ and ``/init_weights_update_group``, because it waits for peers as long as it is 
 
 Boundary values of all routes take longer than their share on most machines: give more ``--seconds`` to reach the last
 route. Rows: per phase ``fuzz.PHASE.cases``, ``fuzz.PHASE.operations`` (reached in the time; ``n`` is their number) and
-``fuzz.PHASE.failures``; ``fuzz.blocking.failures`` of those two routes; ``fuzz.alive`` (whether the server generates afterwards).
+``fuzz.PHASE.failures``; ``fuzz.blocking.failures`` of those two routes; ``fuzz.alive`` (whether the server generates
+afterwards).
 """
 
 from __future__ import annotations
