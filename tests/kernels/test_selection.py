@@ -8,7 +8,7 @@ from glm5.kernels import dispatch, reference
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
 
-SHAPES = [(2, 70, 8, 32, 16), (1, 300, 5, 7, 40), (1, 1100, 16, 64, 60), (1, 9, 1, 2, 32), (2, 800, 9, 37, 3)]
+SHAPES = [(2, 70, 8, 32, 16), (1, 300, 5, 7, 40), (1, 1100, 16, 64, 30), (1, 9, 1, 2, 32), (2, 800, 9, 37, 3)]
 """Batch, tokens, index heads, index dim, kept. Keys of the longest rows are screened before they are scored."""
 
 
@@ -89,26 +89,25 @@ def test_scores_that_are_hard_to_tell_apart_are_chosen_exactly(case):
     q_BTJX, k_BSX, w_BTJ, first_BT, last_BT = index_inputs(1, 700, 8, 16)
     q_BTJX, k_BSX, w_BTJ = q_BTJX.detach(), k_BSX.detach(), w_BTJ.detach()
     make_hard(case, q_BTJX[0], k_BSX[0], w_BTJ[0])
-    positions_BTK = dispatch.select_positions(q_BTJX, k_BSX, w_BTJ, 0.3, first_BT, last_BT, 32)
-    expected_BTS = by_masks(q_BTJX, k_BSX, w_BTJ, first_BT, last_BT, 32)
+    positions_BTK = dispatch.select_positions(q_BTJX, k_BSX, w_BTJ, 0.3, first_BT, last_BT, 10)
+    expected_BTS = by_masks(q_BTJX, k_BSX, w_BTJ, first_BT, last_BT, 10)
     assert torch.equal(mask_of(positions_BTK, 700), expected_BTS)
-    assert expected_BTS.sum(-1).amax() == 32 and not expected_BTS[0, -1].any()
+    assert expected_BTS.sum(-1).amax() == 10 and not expected_BTS[0, -1].any()
 
 
 @pytest.mark.parametrize("case", HARD)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_and_without_screening_the_same_keys_are_chosen(case, dtype):
-    """Twenty queries of a slot together screen its keys, each of them alone scores all; some see less than k keys."""
-    keys_SX, iq_MJX, iw_MJ = torch.randn(640, 16), torch.randn(20, 8, 16), torch.randn(20, 8)
+    """Eighty queries of a slot together screen its keys, each of them alone scores all; some see k keys or less."""
+    keys_SX, iq_MJX, iw_MJ = torch.randn(640, 16), torch.randn(80, 8, 16), torch.randn(80, 8)
     make_hard(case, iq_MJX, keys_SX, iw_MJ)
-    keys_PSX, slots_M = keys_SX.to(dtype)[None], torch.zeros(20, dtype=torch.int64)
-    lengths_M = torch.arange(621, 641)
-    lengths_M[2], lengths_M[7], lengths_M[11] = 9, 0, 32
-    together_MK = dispatch.ragged_select(iq_MJX, iw_MJ, keys_PSX, slots_M, lengths_M, 32)
+    keys_PSX, slots_M, lengths_M = keys_SX.to(dtype)[None], torch.zeros(80, dtype=torch.int64), torch.arange(561, 641)
+    lengths_M[2], lengths_M[7], lengths_M[11] = 9, 0, 16
+    together_MK = dispatch.ragged_select(iq_MJX, iw_MJ, keys_PSX, slots_M, lengths_M, 16)
     for m, length in enumerate(lengths_M.tolist()):
         alone = dispatch.ragged_select(iq_MJX[m : m + 1], iw_MJ[m : m + 1], keys_PSX, slots_M[:1],
-                                       lengths_M[m : m + 1], 32)
-        expected = [*range(length), *[-1] * (32 - length)] if alone is None else alone[0].tolist()
+                                       lengths_M[m : m + 1], 16)
+        expected = [*range(length), *[-1] * (16 - length)] if alone is None else alone[0].tolist()
         assert together_MK[m].tolist() == expected
 
 
@@ -134,13 +133,13 @@ def test_a_key_that_rounding_puts_below_the_others_is_still_chosen(case):
 def test_queries_of_one_slot_together_choose_what_each_chooses_alone(dtype):
     """Together they screen, in one range or in several that threads share; alone they score every key."""
     table_UZ = torch.randperm(180).view(2, 90).to(torch.int32)
-    keys_PSX, iq_MJX, iw_MJ = torch.randn(180, 100, 12).to(dtype), torch.randn(40, 3, 12), torch.randn(40, 3)
-    slots_M = torch.arange(40) // 37
-    lengths_M = torch.randint(2000, 8900, (40,))
+    keys_PSX, iq_MJX, iw_MJ = torch.randn(180, 100, 12).to(dtype), torch.randn(80, 3, 12), torch.randn(80, 3)
+    slots_M = torch.arange(80) // 77
+    lengths_M = torch.randint(2000, 8900, (80,))
     lengths_M[5], lengths_M[6] = 30, 9000
     arguments = (iq_MJX, iw_MJ, keys_PSX, slots_M, lengths_M)
     alone = [dispatch.ragged_select(*(x[m : m + 1] for x in arguments[:2]), keys_PSX, slots_M[m : m + 1],
-                                    lengths_M[m : m + 1], 50, table_UZ) for m in range(40)]
+                                    lengths_M[m : m + 1], 50, table_UZ) for m in range(80)]
     for threads in (1, 4):
         torch.set_num_threads(threads)
         together_MK = dispatch.ragged_select(*arguments, 50, table_UZ)
@@ -154,7 +153,7 @@ def test_the_lists_do_not_depend_on_the_thread_count():
     lists = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        lists.append(dispatch.select_positions(*inputs[:3], 0.3, *inputs[3:], 32))
+        lists.append(dispatch.select_positions(*inputs[:3], 0.3, *inputs[3:], 5))
     assert all(torch.equal(lists[0], other) for other in lists[1:])
 
 

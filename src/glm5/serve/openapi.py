@@ -37,6 +37,7 @@ def _range(kind: str, low: float, high: float) -> Schema:
     return {"type": kind, "minimum": low, "maximum": high}
 
 
+_EVENT = {**_object(("data",), data=_TEXT, event=_TEXT), "description": "One event of the stream"}
 _IDS = _list({"type": "integer", "minimum": 0}, minItems=1)
 _CONTENT: Schema = {"anyOf": [_TEXT, _list(_object(("type",), type=_TEXT, text=_TEXT))]}
 _STOPS = _list({"type": "string", "minLength": 1}, maxItems=16)
@@ -281,7 +282,7 @@ def _operation(path: str, meaning: str, body: Schema | None, fields: tuple[str, 
         media: {"schema": _TEXT if path == "/metrics" else _object(fields, **{name: {} for name in fields})}
     }
     if body is not None and "stream" in body.get("properties", {}):
-        answers["text/event-stream"] = {"schema": _TEXT}
+        answers["text/event-stream"] = {"schema": _EVENT}
     operation: dict[str, Any] = {
         "summary": meaning,
         "responses": {

@@ -103,16 +103,16 @@ def _int8_linear(functions: NativeFunctions, generator: torch.Generator) -> tupl
 
 def _ragged_dsa(functions: NativeFunctions, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Enough queries and keys to screen, over caches of both types."""
-    q_MHK, iq_MJX, iw_MJ = (torch.randn(20, *sizes, generator=generator) for sizes in ((3, 14), (2, 18), (2,)))
-    table_UZ = torch.tensor([[3, 1, 0, 2]], dtype=torch.int32)
-    slots_M, lengths_M, results = torch.zeros(20, dtype=torch.int64), torch.arange(45, 65), []
+    q_MHK, iq_MJX, iw_MJ = (torch.randn(70, *sizes, generator=generator) for sizes in ((3, 14), (2, 18), (2,)))
+    table_UZ = torch.randperm(11, generator=generator).to(torch.int32)[None]
+    slots_M, lengths_M, results = torch.zeros(70, dtype=torch.int64), torch.arange(101, 171), []
     for dtype in (torch.float32, torch.bfloat16):
-        latent_PSK, keys_PSX = (torch.randn(4, 16, size, generator=generator).to(dtype) for size in (14, 18))
-        out_MHC = torch.zeros(20, 3, 9)
+        latent_PSK, keys_PSX = (torch.randn(11, 16, size, generator=generator).to(dtype) for size in (14, 18))
+        out_MHC = torch.zeros(70, 3, 9)
         functions["ragged_dsa"](
             dtype is torch.bfloat16, q_MHK.data_ptr(), 3, iq_MJX.data_ptr(), iw_MJ.data_ptr(), 2, latent_PSK.data_ptr(),
-            4, 16, 14, 9, keys_PSX.data_ptr(), 18, table_UZ.data_ptr(), 1, 4, slots_M.data_ptr(), lengths_M.data_ptr(),
-            20, 3, 0.3, out_MHC.data_ptr(), 1)
+            11, 16, 14, 9, keys_PSX.data_ptr(), 18, table_UZ.data_ptr(), 1, 11, slots_M.data_ptr(),
+            lengths_M.data_ptr(), 70, 3, 0.3, out_MHC.data_ptr(), 1)
         expected_MHC = reference.ragged_dsa(q_MHK, iq_MJX, iw_MJ, latent_PSK, keys_PSX, slots_M, lengths_M, 3, 0.3, 9,
                                             table_UZ)
         results.append(torch.stack((out_MHC, expected_MHC)))

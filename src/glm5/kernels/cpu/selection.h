@@ -1,8 +1,8 @@
 // Index scores and exact top-k of many queries over a paged cache.
 //
 // Consecutive queries of one slot form groups that visit the keys together, tile by tile. Where enough queries of a slot
-// see many keys, these are first rounded to integers (screen.h): as soon as a query has k candidates, only keys that may
-// beat the worst of them are scored. Long ranges of few groups are shared between threads and their results merged.
+// see many keys, these are first rounded to integers (screen.h): as soon as such a query has k candidates, only keys that
+// may beat the worst of them are scored. Long ranges of few groups are shared between threads and their results merged.
 // Scores have the same bits everywhere and the top-k is exact, so the result does not depend on any of this.
 #pragma once
 
@@ -16,8 +16,8 @@ namespace {
 constexpr int64_t TOGETHER = 16;     // queries of one slot that share a tile of keys
 constexpr int64_t TILE = 4 * LANES;  // keys of a tile
 constexpr int64_t CHUNK = 4096;      // keys below which a group's scores are not shared between threads
-constexpr int64_t SCREENED = 16;     // queries of a slot that are worth rounding its keys for
-constexpr int64_t RARE = 16;         // keys per chosen one from which on most do not pass the screen
+constexpr int64_t SCREENED = 64;     // queries of a slot that are worth rounding its keys for
+constexpr int64_t RARE = 32;         // keys per chosen one from which on screening is faster than scoring
 
 // Queries first .. first + count of one slot; some of them must choose among keys low .. high.
 struct Group {
@@ -39,6 +39,7 @@ template <class T> struct Choice {
     int64_t k;
 
     bool is_needed(int64_t m) const { return queries.visible(m) > k; }
+    bool is_screened(int64_t m) const { return queries.visible(m) > RARE * k; }
     // Entries of the positions first .. last of a slot, LANES * n of them; those behind the last are repeated.
     void entries(int64_t slot, int64_t first, int64_t last, int64_t n, const T** out) const {
         int32_t rows[TILE];
@@ -112,7 +113,7 @@ template <class T> class Selector {
             int64_t m = group.first + i;
             const float *q = index.q + m * index.heads * dim, *w = index.w + m * index.heads;
             bool chooses = choice_.is_needed(m);
-            choosers[i].screens = chooses && group.rounded && choosers[i].screen.set(q, w, *group.rounded, rounder_);
+            choosers[i].screens = group.rounded && choice_.is_screened(m) && choosers[i].screen.set(q, w, *group.rounded, rounder_);
             choosers[i].stream.clear(choosers[i].screens);
             if (chooses) choosers[i].query.set(q, w, 1.0f);
         }
@@ -199,12 +200,12 @@ struct Run {
 
     template <class T> Run(const Choice<T>& choice, const Group* groups, int64_t count, int64_t begin_)
         : begin(begin_), end(begin_), low(INT64_MAX), high(0) {
-        int64_t slot = choice.queries.slots[groups[begin].first], chosen = 0;
+        int64_t slot = choice.queries.slots[groups[begin].first], screened = 0;
         for (; end < count && choice.queries.slots[groups[end].first] == slot; end++) {
             low = at_most(low, groups[end].low), high = groups[end].high > high ? groups[end].high : high;
-            for (int64_t i = 0; i < groups[end].count; i++) chosen += choice.is_needed(groups[end].first + i);
+            for (int64_t i = 0; i < groups[end].count; i++) screened += choice.is_screened(groups[end].first + i);
         }
-        is_screened = chosen >= SCREENED && high - low > RARE * choice.k;
+        is_screened = screened >= SCREENED;
     }
     bool is_screened;
     int64_t keys() const { return (high - low + TILE - 1) / TILE * TILE; }
