@@ -1,6 +1,6 @@
 """Kill a whole tiny run again and again, in every step of the pipeline, and prove that nothing was lost or done twice.
 
-    python benchmarks/kill_resume.py [--rounds 1] [--seed 0]
+    python benchmarks/kill_resume.py [--rounds 1] [--seed 0] [--form pipeline|full]
 
 An uninterrupted run is the reference. A second run of the same configuration gets, per round and step, one SIGKILL and
 one SIGINT (Ctrl-C) at a random moment after that step began, and is started again after each. It must end with sound
@@ -24,16 +24,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
-from tiny_pipeline import STAGES, processes_that_name, start, write_tiny_pipeline  # noqa: E402
+from tiny_pipeline import FORMS, STAGES, processes_that_name, start, write_tiny_pipeline  # noqa: E402
 
 from glm5.eval.report import results_object  # noqa: E402
 from glm5.runlog import read_jsonl  # noqa: E402
 
-SIGNS = {"tokenizer": ("events.jsonl", "tokenizer"),
-         **{stage: (f"{stage}/events.jsonl", f"{stage}/final.json") for stage in STAGES},
-         "rl": ("rl/events.jsonl", "rl/final.json"),
-         "report": ("evaluation/rl/ready/engine.json", "rows/pass_at_1.rl.json")}
-"""Step of the pipeline → the file that every start of it writes, and the one that tells that it is finished."""
 STEPS = 16
 """Optimizer steps of a training stage, so that it takes some seconds."""
 LONGEST_DELAY_S = 1.5
@@ -41,6 +36,8 @@ STEP_TIMEOUT_S = 600.0
 _UNFINISHED = re.compile(r"\..+\.\d+\.(tmp|old)")
 _TIMES = {"time", "tokens_per_s", "data_wait"}
 Row = dict[str, Any]
+Signs = dict[str, tuple[str, str]]
+"""Step of the pipeline → the file that every start of it writes, and the one that tells that it is finished."""
 
 
 def main() -> None:
@@ -48,13 +45,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1, help="SIGKILLs and SIGINTs per step")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    parser.add_argument("--form", choices=sorted(FORMS), default="pipeline", help="agentic RL alone, or every RL stage")
     options = parser.parse_args()
     # Started in the background by a shell, this process ignores SIGINT, and so would the runs, which inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="glm5-kill-resume-") as directory:
-        reference, killed = (_pipeline(Path(directory) / name) for name in ("reference", "killed"))
+        reference, killed = (_pipeline(Path(directory) / name, options.form) for name in ("reference", "killed"))
         finish(reference)
-        rows = kill_everywhere(killed, options.rounds, random.Random(options.seed))
+        rows = kill_everywhere(killed, signs(options.form), options.rounds, random.Random(options.seed))
         finish(killed)
         rows += check(killed.parent) + compare_curves(reference.parent / "run", killed.parent / "run")
     for row in rows:
@@ -63,9 +61,18 @@ def main() -> None:
     sys.exit(0 if all(row.get("met", True) for row in rows) else 1)
 
 
-def _pipeline(directory: Path) -> Path:
+def signs(form: str) -> Signs:
+    """The steps of a form in order."""
+    stages = [*STAGES, *FORMS[form][0].values()]
+    last = stages[-1]
+    return {"tokenizer": ("events.jsonl", "tokenizer"),
+            **{stage: (f"{stage}/events.jsonl", f"{stage}/final.json") for stage in stages},
+            "report": (f"evaluation/{last}/ready/engine.json", f"rows/pass_at_1.{last}.json")}
+
+
+def _pipeline(directory: Path, form: str) -> Path:
     directory.mkdir()
-    return write_tiny_pipeline(directory, STEPS)
+    return write_tiny_pipeline(directory, STEPS, form)
 
 
 def finish(pipeline: Path) -> None:
@@ -76,13 +83,14 @@ def finish(pipeline: Path) -> None:
         raise SystemExit(f"{pipeline}: exited with {process.returncode}: {errors}")
 
 
-def kill_everywhere(pipeline: Path, rounds: int, moments: random.Random) -> list[Row]:
+def kill_everywhere(pipeline: Path, steps: Signs, rounds: int, moments: random.Random) -> list[Row]:
     """Start, wait for a step to begin, wait a random time, send the signal; for every step and signal."""
     sent = {signal.SIGKILL: 0, signal.SIGINT: 0}
     as_promised = 0
-    for step in SIGNS:
+    run_dir = pipeline.parent / "run"
+    for step, (sign, done) in steps.items():
         for number in [*sent] * rounds:
-            code = kill_in(pipeline, step, number, moments.uniform(0, LONGEST_DELAY_S))
+            code = kill_in(pipeline, run_dir / sign, run_dir / done, number, moments.uniform(0, LONGEST_DELAY_S))
             print(f"{step}: {number.name}: exit code {code}", file=sys.stderr, flush=True)
             if code is not None:
                 sent[number] += 1
@@ -91,9 +99,8 @@ def kill_everywhere(pipeline: Path, rounds: int, moments: random.Random) -> list
     return [*rows, _goal("exits_as_promised", as_promised, "kills", sum(sent.values()))]
 
 
-def kill_in(pipeline: Path, step: str, number: signal.Signals, delay_s: float) -> int | None:
-    """Exit code of a start that got ``number`` ``delay_s`` after ``step`` began; None when the step was finished."""
-    sign, done = (pipeline.parent / "run" / name for name in SIGNS[step])
+def kill_in(pipeline: Path, sign: Path, done: Path, number: signal.Signals, delay_s: float) -> int | None:
+    """Exit code of a start that got ``number`` ``delay_s`` after ``sign`` was written; None when ``done`` exists."""
     if done.exists():
         return None
     before = time.time()
@@ -101,7 +108,7 @@ def kill_in(pipeline: Path, step: str, number: signal.Signals, delay_s: float) -
     while not (sign.exists() and sign.stat().st_mtime >= before):
         if process.poll() is not None or time.time() - before > STEP_TIMEOUT_S:
             process.kill()
-            raise SystemExit(f"{step}: did not begin: {process.communicate()[1]}")
+            raise SystemExit(f"{sign}: not written: {process.communicate()[1]}")
         time.sleep(0.02)
     try:
         process.wait(delay_s)
@@ -127,7 +134,8 @@ def check(directory: Path) -> list[Row]:
     except (OSError, ValueError, RuntimeError) as error:
         print(f"{run_dir / 'final'}: {error}", file=sys.stderr)
         loads = 0
-    return [_goal("ledger.violations", report["ledger.violations"], "invariants", 0),
+    violations = sum(value for name, value in report.items() if name.endswith("ledger.violations"))
+    return [_goal("ledger.violations", int(violations), "invariants", 0),
             _goal("processes_left", len(left), "processes", 0),
             _goal("unfinished_files", len(unfinished), "files", 0),
             _goal("final_loads_in_transformers", loads, "checkpoints", 1)]

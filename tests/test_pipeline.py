@@ -28,13 +28,11 @@ def kill_when(process: subprocess.Popen[str], path: Path) -> None:
     process.communicate(timeout=30)
 
 
-@pytest.mark.slow
-def test_a_run_of_all_stages_that_is_killed_continues_to_its_report(tmp_path):
-    pipeline = write_tiny_pipeline(tmp_path, form="full")
+def test_a_run_that_is_killed_continues_to_its_report(tmp_path):
+    pipeline = write_tiny_pipeline(tmp_path)
     run_dir = tmp_path / "run"
     kill_when(start(pipeline), run_dir / "midtrain" / "checkpoints" / "000002")
     kill_when(start(pipeline), run_dir / "rl" / "turns.sqlite")
-    kill_when(start(pipeline), run_dir / "reward-model" / "final.json")
     finished = start(pipeline)
     output, errors = finished.communicate(timeout=300)
     assert finished.returncode == 0, errors
@@ -43,16 +41,10 @@ def test_a_run_of_all_stages_that_is_killed_continues_to_its_report(tmp_path):
     results = json.loads((run_dir / "report.json").read_text())
     names = {row["name"] for row in results["rows"]}
     assert {"bpb.initial", "bpb.final", "loss.dense", "loss.sparse", "mtp.acceptance_length", "pass_at_1.sft.mean",
-            "pass_at_1.rl.mean", "pass_at_1.rl.shell", "wall_s.run", "wall_s.sft", "peak_rss_bytes",
-            "pass_at_1.reasoning.maths", "pass_at_1.general.writing", "pass_at_1.distill.maths",
-            "lost.general.maths", "lost.distill.shell",
-            "reasoning.busy.engine", "busy.engine", "distill.busy.engine", "wall_s.distill",
-            "accuracy.reward-model", "wall_s.reward-model"} <= names
-    assert len(names) == len(results["rows"])
-    violations = [row["value"] for row in results["rows"] if row["name"].endswith("ledger.violations")]
-    assert violations == [0, 0, 0, 0]
-    assert (run_dir / "distill" / "final.json").exists() and (run_dir / "general" / "rewards.json").exists()
-    assert json.loads((run_dir / "clock.json").read_text())["attempts"] == 4
+            "pass_at_1.rl.mean", "pass_at_1.rl.shell", "wall_s.run", "wall_s.sft", "peak_rss_bytes"} <= names
+    violations = [row["value"] for row in results["rows"] if row["name"] == "ledger.violations"]
+    assert violations == [0]
+    assert json.loads((run_dir / "clock.json").read_text())["attempts"] == 3
 
     from transformers import AutoModelForCausalLM
 
@@ -83,7 +75,8 @@ def test_every_nano_configuration_is_valid():
     for form, (files, tasksets) in FORMS.items():
         loaded = load_config(PipelineConfig, NANO / f"{form}.toml")
         assert loaded.rl == tuple(f"{name}.toml" for name in files) and tuple(loaded.demonstrations) == tasksets
-        assert sum(loaded.demonstrations.values()) <= 320 and loaded.report.tasks >= 200
+        assert sum(loaded.demonstrations.values()) <= 320
+        assert loaded.report.tasks >= (200 if form == "pipeline" else 100)
         stages = Pipeline(NANO / f"{form}.toml", []).rl
         before = ["sft", *(stage.name for stage in stages)]
         assert [stage.init for stage in stages] == [f"stage:{name}" for name in before[:-1]]

@@ -1,12 +1,13 @@
 """What the report says of skills, from rows that were measured."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from glm5.rl.config import RLConfig
 from glm5.rl.credit import TeacherConfig
-from glm5.run_report import _distilled_rows, _skill_rows, agentic
+from glm5.run_report import _cost_rows, _distilled_rows, _skill_rows, agentic
 
 REASONING = RLConfig(name="reasoning", tasksets={"maths": 1.0, "code": 1.0})
 AGENTIC = RLConfig(name="rl", tasksets={"shell": 1.0})
@@ -66,3 +67,12 @@ def test_every_skill_is_held_against_its_best_teacher(run_dir):
 def test_the_agentic_stage_is_found_by_its_name():
     assert agentic([REASONING, AGENTIC, DISTILL]) is AGENTIC
     assert agentic([REASONING]) is REASONING
+
+
+@pytest.mark.parametrize(("goal_s", "met"), [(120, True), (90, False)])
+def test_a_run_is_held_against_the_time_it_may_take(tmp_path, goal_s, met):
+    clock = SimpleNamespace(seconds={"run": 100.04, "sft": 7.0}, peak_rss_bytes=10**9)
+    rows = by_name(_cost_rows(tmp_path, [], clock, goal_s))
+    assert (rows["wall_s.run"]["value"], rows["wall_s.run"]["met"]) == (100.0, met)
+    assert "goal" not in rows["wall_s.sft"]
+    assert "goal" not in by_name(_cost_rows(tmp_path, [], clock, 0))["wall_s.run"]

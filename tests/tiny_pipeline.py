@@ -10,10 +10,10 @@ from glm5.process import PARENT_VARIABLE
 
 NANO = Path(__file__).parents[1] / "configs" / "nano"
 STAGES = ("pretrain", "midtrain", "dsa-warmup", "dsa-sparse", "sft")
-FORMS = {"pipeline": (("rl",), ("calculator", "shell", "repair")),
-         "full": (("reasoning", "agentic", "general", "distill"),
+FORMS = {"pipeline": ({"rl": "rl"}, ("calculator", "shell", "repair")),
+         "full": ({"reasoning": "reasoning", "agentic": "rl", "general": "general", "distill": "distill"},
                   ("calculator", "shell", "repair", "maths", "science", "code", "python", "writing"))}
-"""Pipeline file of nano → its RL files and its tasksets."""
+"""Pipeline file of nano → its RL files with the names of their stages, and its tasksets."""
 
 
 def write_tiny_pipeline(directory: Path, steps: int = 4, form: str = "pipeline") -> Path:

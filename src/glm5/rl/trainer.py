@@ -417,7 +417,7 @@ class Trainer:
                 for name in ("busy_s", "uptime_s", "generated_tokens", "prefilled_tokens", "cached_tokens")}
 
     def _note(self, batch: LeasedBatch) -> str:
-        if self.config.teachers:
+        if not self.config.compares_episodes:
             return f"version {self.state.policy_version}"
         positive = sum(sample.advantage > 0 for sample in batch.samples)
         return f"version {self.state.policy_version}, {positive}/{len(batch.samples)} better than their group"
