@@ -48,8 +48,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, tmp_path):
 
 
 def test_env_list_and_model_info_of_a_directory(tmp_path):
-    assert glm5("env", "list").stdout.split() == ["calculator", "code", "gym", "maths", "python", "repair", "science",
-                                                  "shell", "writing"]
+    assert glm5("env", "list").stdout.split() == ["calculator", "code", "gym", "maths", "python", "repair", "rooms",
+                                                  "science", "shell", "writing"]
     (tmp_path / "config.json").write_text(json.dumps(preset("nano").to_json()))
     assert "parameters.total" in glm5("model", "info", str(tmp_path)).stdout
 

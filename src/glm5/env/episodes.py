@@ -26,7 +26,6 @@ from glm5.errors import Glm5Error, TaskError
 from glm5.records import Outcome
 from glm5.wire import HttpClient
 
-_MODEL_CALL_S = 60.0
 _CACHED_TASKS = 256
 """The episodes of a group share a task, and drawing one costs about a millisecond."""
 _GRACE_S = 30.0
@@ -222,11 +221,11 @@ class Episodes:
                     run = await run_agent(
                         self._http, base_url=base_url, api_key=api_key, messages=first_messages(running.task),
                         tools=running.taskset.tools(), call_tool=running.call, max_turns=max_turns,
-                        call_timeout_s=min(_MODEL_CALL_S, timeout_s))
+                        call_timeout_s=timeout_s)
                 async with boundary("verifier", deadline):
                     parts = await self.verify(running, run.messages)
                 async with boundary("verification", deadline):
-                    parts = await self._verification(running, run, parts, base_url, api_key, max_turns)
+                    parts = await self._verification(running, run, parts, base_url, api_key, max_turns, timeout_s)
             finally:
                 await self.remove(episode_id)
         except InfrastructureFailure as failure:
@@ -239,7 +238,7 @@ class Episodes:
         return result
 
     async def _verification(self, running: Running, run: Run, parts: dict[str, float], base_url: str, api_key: str,
-                            max_turns: int) -> dict[str, float]:
+                            max_turns: int, timeout_s: float) -> dict[str, float]:
         """``parts`` with ``verdict`` (1 when the model was right about its own answer) blended into the reward, where
         self-play verification is configured. An episode that has no answer or no turn left gives no right verdict."""
         config = running.rewards.config.verification if running.rewards else None
@@ -249,7 +248,7 @@ class Episodes:
         if run.outcome == "ok" and run.turns < max_turns:
             asked = await run_agent(
                 self._http, base_url=base_url, api_key=api_key, messages=[*run.messages, verification_turn(config)],
-                tools=running.taskset.tools(), call_tool=_no_tools, max_turns=1, call_timeout_s=_MODEL_CALL_S)
+                tools=running.taskset.tools(), call_tool=_no_tools, max_turns=1, call_timeout_s=timeout_s)
             agrees = verdict(config, final_answer(asked.messages)) == (parts["task"] >= 1)
             run.turns += asked.turns
         reward = (1 - config.weight) * parts["reward"] + config.weight * agrees

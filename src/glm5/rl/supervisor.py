@@ -129,7 +129,7 @@ class Supervisor:
     def add(self, spec: ServiceSpec) -> str:
         """Have a service started in a port of its own and give its URL at once; ``wait_until_ready`` waits for all."""
         service = _Service(spec, self._machines.place(spec.name))
-        self._services[spec.name] = service
+        self._services = {**self._services, spec.name: service}  # a new one: other threads go through the old one
         prober = threading.Thread(target=self._probe, args=(service,), name=f"probe-{spec.name}", daemon=True)
         self._threads.append(prober)
         prober.start()
@@ -184,7 +184,7 @@ class Supervisor:
     def _keep_all(self) -> None:
         recorded_at = 0.0
         while not self._stopped.wait(KEEPER_PERIOD_S):
-            for service in list(self._services.values()):
+            for service in self._services.values():
                 self._move_on(service)
             if time.monotonic() - recorded_at >= RECORD_PERIOD_S:
                 self._record.note(service.process.pid for service in self._services.values()

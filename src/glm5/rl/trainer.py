@@ -294,8 +294,8 @@ class Trainer:
     def _build_critic(self, init_dir: Path) -> Critic:
         trunk = load_policy(init_dir, find_device(self.config.device))
         if not isinstance(trunk, GlmMoeDsaForCausalLM):
-            raise ConfigError(f'advantage = "critic": the value model starts from a GLM-5 checkpoint, {init_dir} is none; '
-                              'use "mean"')
+            raise ConfigError(f'advantage = "critic": a value model starts from a GLM-5 checkpoint and {init_dir} is '
+                              'none; use "mean"')
         return Critic(trunk, self.config.critic)
 
     def _update(self, batch: LeasedBatch) -> StepResult:

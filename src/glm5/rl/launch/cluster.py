@@ -38,6 +38,8 @@ def train_on_cluster(config: RLConfig, run_dir: Path) -> Path:
         _require_room(ray, "trainer", options)
         running = ray.remote(max_retries=0, **options)(_train).remote(config, run_dir.resolve(), os.getcwd())
         failure, path = ray.get(running)
+    except ray.exceptions.RayTaskError:  # a defect of ours: its traceback says more
+        raise
     except ray.exceptions.RayError as error:
         raise ServiceError(f"{run_dir}: the trainer's node was lost ({str(error).splitlines()[0]}); run again, it goes "
                            "on from its newest checkpoint") from None
