@@ -89,3 +89,24 @@ def test_stop_kills_a_child_that_ignores_sigterm():
     process.stop(child, grace_s=0.3)
     assert child.returncode == -signal.SIGKILL
     child.stdout.close()
+
+
+class Undying(subprocess.Popen):
+    """A child that the kernel does not end although it was killed."""
+
+    kills = 0
+
+    def wait(self, timeout=None):
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+    def kill(self):
+        self.kills += 1
+
+
+def test_stop_gives_up_a_child_that_does_not_even_end_when_it_is_killed():
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True) as real:
+        child = Undying.__new__(Undying)
+        child.__dict__ = real.__dict__
+        process.stop(child, grace_s=0.1)
+        assert child.kills == 1
+        assert wait_gone(real.pid)  # by the signal to the group

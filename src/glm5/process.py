@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from glm5.runlog import remove_leftovers, write_atomic
 
 PARENT_VARIABLE = "GLM5_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
+_KILLED_WITHIN_S = 30.0
+"""The kernel ends a killed process at once, unless it is in an uninterruptible call or the machine is overloaded."""
 _YOUNG_OBJECTS = 10_000
 """New objects after which the collector looks for cycles; Python's own default is 700."""
 
@@ -68,14 +70,16 @@ def wait_ready(process: subprocess.Popen[bytes], ready_file: Path, log_path: Pat
 
 
 def stop(process: subprocess.Popen[bytes], grace_s: float = 5) -> None:
-    """Terminate a child and its process group; kill what is left after ``grace_s``."""
+    """Terminate a child and its process group; kill what is left after ``grace_s``. A child that does not end even
+    then is left to the kernel."""
     if process.poll() is None:
         process.terminate()
         try:
             process.wait(grace_s)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(5)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_KILLED_WITHIN_S)
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
