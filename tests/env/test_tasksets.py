@@ -61,6 +61,8 @@ def test_tasks_are_deterministic_and_splits_share_no_content(name):
     assert len(set.union(*contents.values())) == sum(len(found) for found in contents.values())
     least = 150 if name == "gym" else 240  # few items in some sets; 720 names, and 4 of 10 shell tasks name one
     assert all(len(found) > least for found in contents.values())
+    if name == "rooms":
+        return  # the question names a person; which rooms there are is found out by calls
     instructions = {split: {taskset.task(split, index).instruction for index in range(300)} for split in SPLITS}
     assert not instructions["demo"] & instructions["heldout"] and not instructions["demo"] & instructions["train"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from typing import Any
 
 from glm5 import __version__
@@ -253,6 +254,14 @@ _ROUTES: tuple[tuple[str, str, str, Schema | None, tuple[str, ...]], ...] = (
     ("get", "/stats", "Counters and load", None, ("running", "queued")),
     ("get", "/metrics", "Counters and load for Prometheus", None, ()),
 )
+_LINKS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
+    ("post", "/v1/responses"): {
+        "get_v1_responses_response_id": {"response_id": "$response.body#/id"},
+        "delete_v1_responses_response_id": {"response_id": "$response.body#/id"},
+    },
+    ("get", "/v1/models"): {"get_v1_models_model_id": {"model_id": "$response.body#/data/0/id"}},
+}
+"""Which operations take what from the answer of another."""
 _ANTHROPIC_ERROR = _object(
     ("type", "error"), type=_words("error"), error=_object(("type", "message"), type=_TEXT, message=_TEXT)
 )
@@ -263,7 +272,11 @@ def openapi(model: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document of a server of ``model``."""
     paths: dict[str, dict[str, Any]] = {}
     for method, path, meaning, body, fields in _ROUTES:
-        paths.setdefault(path, {})[method] = _operation(path, meaning, body, fields, model)
+        operation = _operation(path, meaning, body, fields, model)
+        operation["responses"]["200"]["links"] = {
+            name: {"operationId": name, "parameters": taken} for name, taken in _LINKS.get((method, path), {}).items()
+        }
+        paths.setdefault(path, {})[method] = {"operationId": _operation_id(method, path), **operation}
     security = {name: {"type": "http", "scheme": "bearer"} for name in ("key",)}
     return {
         "openapi": "3.1.0",
@@ -271,6 +284,10 @@ def openapi(model: str) -> dict[str, Any]:
         "paths": paths,
         "components": {"securitySchemes": security},
     }
+
+
+def _operation_id(method: str, path: str) -> str:
+    return "_".join([method, *re.findall(r"\w+", path)])
 
 
 def _operation(path: str, meaning: str, body: Schema | None, fields: tuple[str, ...], model: str) -> dict[str, Any]:

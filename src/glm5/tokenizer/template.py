@@ -25,7 +25,7 @@ from glm5.errors import CheckpointError, ConfigError, DataError
 from glm5.tokenizer.bpe import Rendered, Tokenizer
 from glm5.tokenizer.calls import JsonCallParser
 from glm5.tokenizer.chat import Message, Tool, call_arguments, text_of
-from glm5.tokenizer.fit import TOKENIZER_FILE
+from glm5.tokenizer.fit import TOKENIZER_FILE, tokenizer_sha256
 from glm5.tokenizer.parse import ParsedMessage, join_deltas
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -42,10 +42,10 @@ class TemplateTokenizer(Tokenizer):
     """The interface of ``Tokenizer`` over a vocabulary and a template of another family."""
 
     def __init__(self, encoder: tokenizers.Tokenizer, source: str, template: str, *, stop_ids: Sequence[int],
-                 variables: Mapping[str, str] | None = None) -> None:
+                 variables: Mapping[str, str] | None = None, sha256: str | None = None) -> None:
         """``stop_ids`` are the ids that end an answer according to the checkpoint; ``variables`` the special tokens
         that the template may name (``bos_token``, ``eos_token``). Raises ConfigError without Jinja."""
-        self._encoder, self._source = encoder, source
+        self._encoder, self._source, self.sha256 = encoder, source, sha256
         self._plain = tokenizers.Tokenizer.from_str(_without_added_tokens(encoder))
         self._added = {token.content: index for index, token in encoder.get_added_tokens_decoder().items()}
         self._special_ids = {token.content: index for index, token in encoder.get_added_tokens_decoder().items()
@@ -88,7 +88,8 @@ class TemplateTokenizer(Tokenizer):
         stop_ids = [index for end in ends for index in (end if isinstance(end, list) else [end]) if index is not None]
         if "eos_token" in variables and (eos := encoder.token_to_id(variables["eos_token"])) is not None:
             stop_ids.append(eos)
-        tokenizer = cls(encoder, str(directory / TOKENIZER_FILE), template, stop_ids=stop_ids, variables=variables)
+        tokenizer = cls(encoder, str(directory / TOKENIZER_FILE), template, stop_ids=stop_ids, variables=variables,
+                        sha256=tokenizer_sha256(directory))
         rows = _read_json(directory / "config.json").get("vocab_size", tokenizer.vocab_size)
         if tokenizer.vocab_size > rows:
             raise CheckpointError(f"{directory / TOKENIZER_FILE}: has {tokenizer.vocab_size} ids, the model "

@@ -200,7 +200,7 @@ def _options(config: RLConfig, kind: str) -> dict[str, Any]:
 
 def _require_room(ray: Any, name: str, options: Mapping[str, Any]) -> None:
     """Raise ServiceError unless some node has what ``options`` ask for, used or not: else Ray would wait for ever."""
-    wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
+    wanted = dict(options["resources"], CPU=options["num_cpus"], GPU=options["num_gpus"])  # as Ray names them
     for node in ray.nodes():
         if node["Alive"] and all(node["Resources"].get(key, 0) >= amount for key, amount in wanted.items()):
             return
