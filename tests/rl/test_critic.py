@@ -13,7 +13,7 @@ from glm5.rl.critic import Critic, Together, estimate
 from glm5.rl.ledger import LeasedBatch
 from glm5.rl.packing import micro_batches
 from glm5.rl.policy import freeze
-from glm5.rl.trainer import policy_step
+from glm5.rl.step import policy_step
 from glm5.train.config import OptimizerConfig
 from glm5.train.optimizers import build_optimizer
 

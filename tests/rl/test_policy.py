@@ -16,7 +16,8 @@ from glm5.engine.engine import Engine
 from glm5.records import Sample, SamplingParams, Trajectory
 from glm5.rl.ledger import LeasedBatch
 from glm5.rl.policy import load_policy
-from glm5.rl.trainer import policy_step, run_rl
+from glm5.rl.step import policy_step
+from glm5.rl.trainer import run_rl
 from glm5.rl.weights import publish, read_version, verify
 from glm5.runlog import read_jsonl
 from glm5.train.checkpoint import TrainerState, load_trainer_state, save_checkpoint

@@ -13,9 +13,10 @@ from glm5.rl.config import RLConfig
 from glm5.rl.credit import TeacherConfig
 from glm5.rl.ledger import LeasedBatch
 from glm5.rl.policy import freeze
+from glm5.rl.step import policy_step
 from glm5.rl.supervisor import Supervisor
 from glm5.rl.teachers import Teachers, teacher_services
-from glm5.rl.trainer import _resolve_teachers, policy_step
+from glm5.rl.trainer import _resolve_teachers
 from glm5.tokenizer.bpe import train_tokenizer
 from glm5.train.config import OptimizerConfig
 from glm5.train.optimizers import build_optimizer

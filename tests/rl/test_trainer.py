@@ -9,7 +9,8 @@ from glm5.records import Sample, Trajectory
 from glm5.rl.config import RLConfig
 from glm5.rl.ledger import LeasedBatch
 from glm5.rl.policy import freeze
-from glm5.rl.trainer import pass_rows, policy_step, resolve_init
+from glm5.rl.step import policy_step
+from glm5.rl.trainer import pass_rows, resolve_init
 from glm5.train.config import OptimizerConfig
 from glm5.train.optimizers import build_optimizer
 

@@ -21,7 +21,8 @@ from glm5.records import episode_from_json
 from glm5.rl.admission import sampled_versions
 from glm5.rl.ledger import LeasedBatch, Ledger
 from glm5.rl.replay import EpisodeFilter, LedgerEpisode, read_episodes
-from glm5.rl.trainer import StepResult, Trainer
+from glm5.rl.step import StepResult
+from glm5.rl.trainer import Trainer
 from glm5.runlog import progress_bar
 from glm5.train.checkpoint import latest_checkpoint
 

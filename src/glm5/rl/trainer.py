@@ -17,7 +17,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,19 @@ import torch
 from glm5.device import find_device
 from glm5.engine.broadcast import snapshot
 from glm5.errors import ConfigError, ServiceError
-from glm5.model.families import CausalLM
 from glm5.model.transformer import GlmMoeDsaForCausalLM
 from glm5.process import lock_directory
 from glm5.records import Episode
 from glm5.rl.config import RLConfig
 from glm5.rl.critic import Critic, Together
 from glm5.rl.exporter import exporting
-from glm5.rl.kl import Mismatch
 from glm5.rl.launch.local import RolloutStack
 from glm5.rl.ledger import LeasedBatch, Ledger
-from glm5.rl.losses import LOSSES, PolicyTokens, teacher_advantages
-from glm5.rl.packing import micro_batches
 from glm5.rl.policy import load_policy
 from glm5.rl.push import WeightPusher
 from glm5.rl.self_test import self_test
 from glm5.rl.spans import Track
+from glm5.rl.step import StepResult, policy_step
 from glm5.rl.supervisor import poll_until
 from glm5.rl.teachers import Teachers, teacher_services
 from glm5.rl.transcripts import write_transcripts
@@ -60,24 +56,12 @@ from glm5.train.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from glm5.train.losses import token_entropy, token_logprobs
-from glm5.train.optimizers import Optimizer, build_optimizer
+from glm5.train.optimizers import build_optimizer
 from glm5.train.schedules import lr_factor
 
 POLL_S = 0.02
 MAX_SKIPPED = 20
 """Updates with a gradient that is not finite before the run gives up."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one optimizer step did."""
-
-    metrics: dict[str, float]
-    tokens: int
-    """Tokens trained on, padding not counted."""
-    finite: bool
-    """Whether the update was applied."""
 
 
 def run_rl(config: RLConfig, run_dir: Path, init_dir: Path | None = None) -> Path:
@@ -142,50 +126,6 @@ def _resolve_teachers(config: RLConfig, run_dir: Path, init_dir: Path) -> dict[s
     for checkpoint in checkpoints.values():
         require_same_tokenizer(checkpoint, init_dir)
     return checkpoints
-
-
-def policy_step(model: CausalLM, optimizer: Optimizer, batch: LeasedBatch, config: RLConfig,
-                lr_scale: float, critic: Critic | None = None) -> StepResult:
-    """One update on ``batch``; nothing changes when loss or gradient is not finite. ``lr_scale`` 0 leaves the policy as
-    it is, for a critic that learns first."""
-    optimizer.zero_grad()
-    if critic is not None:
-        critic.begin()
-    mismatch = Mismatch()
-    policy_loss = LOSSES[config.loss.kind]
-    loss = entropy = behind = 0.0
-    tokens = padded = 0
-    for packed in micro_batches(batch, config.max_tokens_per_microbatch):
-        part = packed.to(model.lm_head.weight.device)
-        hidden_BTD = model.hidden(part.ids_BT, part.positions_BT, part.documents_BT, attention="sparse").hidden_BTD
-        hidden_MD = hidden_BTD.flatten(0, 1)[part.predictors]
-        logprobs = token_logprobs(hidden_MD, model.lm_head.weight, part.labels, config.temperature)
-        advantages = part.advantages
-        if config.teachers:
-            advantages = teacher_advantages(part.teacher, logprobs)
-        elif critic is not None:
-            advantages = critic.look(part)
-        # one update per batch: the policy is still the old one while its gradient is taken
-        result = policy_loss(PolicyTokens(logprobs, logprobs.detach(), part.behaviour, advantages, part.coefficients,
-                                          part.samples), config.loss)
-        torch.autograd.backward(result.loss)
-        mismatch.add(result, part.staleness)
-        loss += float(result.loss.detach())
-        entropy += float(token_entropy(hidden_MD.detach(), model.lm_head.weight, config.temperature).sum())
-        behind += float((part.coefficients * advantages).sum())
-        tokens += part.tokens
-        padded += part.ids_BT.numel()
-    norms = optimizer.clip_gradients()
-    if norms.finite and lr_scale:
-        optimizer.step(lr_scale)
-    metrics = mismatch.metrics()
-    metrics |= {"loss": loss, "grad_norm": norms.main, "entropy": entropy / max(metrics["sampled_tokens"], 1.0),
-                "lr": config.optimizer.lr * lr_scale, "packing": tokens / padded}
-    if config.teachers:
-        metrics["teacher_kl"] = -behind  # of the student from its teachers, on what it sampled
-    if critic is not None:
-        metrics |= critic.step()
-    return StepResult(metrics, tokens, norms.finite)
 
 
 class Trainer:
