@@ -204,5 +204,5 @@ def _require_room(ray: Any, name: str, options: Mapping[str, Any]) -> None:
     for node in ray.nodes():
         if node["Alive"] and all(node["Resources"].get(key, 0) >= amount for key, amount in wanted.items()):
             return
-    needed = ", ".join(f"{key}={amount:g}" for key, amount in wanted.items() if amount)
+    needed = ", ".join(f"{key}={amount:g}" for key, amount in sorted(wanted.items()) if amount)
     raise ServiceError(f"{name}: no node of the cluster has {needed}; correct [cluster] or add a node")
