@@ -204,12 +204,10 @@ class Scheduler:
             if self._should_wait(sequence):
                 held.append(sequence)
                 continue
-            while not self._has_room(sequence, promised) and self._has_lower(sequence):
+            while not (fits := self._has_room(sequence, promised)) and self._has_lower(sequence):
                 self._preempt_junior(sequence)
                 promised = sum(self._missing(other) for other in self._filling)
-            placement = None
-            if self._has_room(sequence, promised):
-                placement = self._cache.acquire(sequence.filling, not sequence.wants_prompt_scores)
+            placement = self._cache.acquire(sequence.filling, not sequence.wants_prompt_scores) if fits else None
             if placement is None:
                 held.append(sequence)
                 break
