@@ -43,7 +43,7 @@ def test_filter(command, rules):
 
 def test_patterns_of_the_user_and_nested_arguments():
     monitor = Monitor(MonitorConfig(builtin=False, patterns=("gold",)), None)
-    assert monitor.suspicions({"path": "/work/gold.txt"}) == ["pattern0"]
+    assert monitor.suspicions({"path": "answers/gold.txt"}) == ["pattern0"]
     assert monitor.suspicions({"edits": [{"path": "gold"}]}) == ["pattern0"]
     assert monitor.suspicions({"command": "git log"}) == []
 

@@ -48,3 +48,14 @@ def engine(checkpoint, tmp_path_factory):
             "serve", str(checkpoint), "--max-slots", "4", "--threads", "1"]))
         supervisor.wait_until_ready()
         yield supervisor, url
+
+
+@pytest.fixture(scope="module")
+def gateway(engine, checkpoint, tmp_path_factory):
+    """URL of a gateway before the engine."""
+    supervisor, engine_url = engine
+    store = tmp_path_factory.mktemp("gateway") / "turns.sqlite"
+    url = supervisor.add(ServiceSpec("gateway", "/health", lambda: [
+        "gateway", "--engine", engine_url, "--tokenizer", str(checkpoint), "--store", str(store)]))
+    supervisor.wait_until_ready()
+    return url

@@ -8,22 +8,11 @@ from glm5.errors import ConfigError
 from glm5.model.checkpoint import load_model
 from glm5.records import trajectory_from_json
 from glm5.rl.config import RLConfig
-from glm5.rl.supervisor import ServiceSpec
 from glm5.tokenizer.bpe import load_tokenizer
 
 
-@pytest.fixture(scope="module")
-def gateway_url(engine, checkpoint, tmp_path_factory):
-    supervisor, engine_url = engine
-    store = tmp_path_factory.mktemp("gateway") / "turns.sqlite"
-    url = supervisor.add(ServiceSpec("gateway", "/health", lambda: [
-        "gateway", "--engine", engine_url, "--tokenizer", str(checkpoint), "--store", str(store)]))
-    supervisor.wait_until_ready()
-    return url
-
-
-def test_a_given_answer_is_recorded_with_the_log_probs_of_the_policy(gateway_url, checkpoint):
-    with httpx.Client(base_url=gateway_url, timeout=60) as http:
+def test_a_given_answer_is_recorded_with_the_log_probs_of_the_policy(gateway, checkpoint):
+    with httpx.Client(base_url=gateway, timeout=60) as http:
         session = http.post("/sessions", json={
             "session_id": "anchored", "ttl_s": 60, "enable_thinking": False, "answers": ["return a + b"],
             "sampling": {"temperature": 1.0, "max_new_tokens": 16}}).json()

@@ -7,21 +7,9 @@ import httpx
 import pytest
 
 from glm5.records import Episode, trajectory_from_json
-from glm5.rl.supervisor import ServiceSpec
 from glm5.wire import HttpClient
 
 from .factories import make_episode, open_ledger
-
-
-@pytest.fixture(scope="module")
-def gateway(engine, checkpoint, tmp_path_factory):
-    """URL of a gateway before the engine."""
-    supervisor, engine_url = engine
-    store = tmp_path_factory.mktemp("gateway") / "turns.sqlite"
-    url = supervisor.add(ServiceSpec("gateway", "/health", lambda: [
-        "gateway", "--engine", engine_url, "--tokenizer", str(checkpoint), "--store", str(store)]))
-    supervisor.wait_until_ready()
-    return url
 
 
 async def swap_in_the_middle(engine_url, gateway_url, checkpoint):

@@ -1,4 +1,4 @@
-"""Servers that answer as vLLM and SGLang do, over an engine of ours with a tiny dense model; and threads to run them.
+"""Servers that answer as vLLM and SGLang do, over an engine of ours with a tiny dense model.
 
 What they answer follows the shapes that those servers were seen to send.
 """
@@ -6,35 +6,15 @@ What they answer follows the shapes that those servers were seen to send.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from glm5.engine.engine import Engine
-from glm5.process import bind
 from glm5.records import SamplingParams
-
-
-@contextmanager
-def served(app: Starlette) -> Iterator[str]:
-    """URL of ``app`` on a thread of its own."""
-    listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        listener.close()
 
 
 class ForeignEngine:

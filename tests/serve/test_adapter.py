@@ -19,7 +19,8 @@ from glm5.rl.weights import publish
 from glm5.serve.adapter import build_adapter, run_adapter
 from glm5.serve.external import ENGINES, wait_until_well
 from tests.dense import write_dense
-from tests.serve.foreign_engine import FAKES, served
+from tests.env.scripted_model import served
+from tests.serve.foreign_engine import FAKES
 
 
 @pytest.fixture(scope="module")
