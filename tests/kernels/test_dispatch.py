@@ -239,6 +239,9 @@ class Cache:
     {"heads": 5, "latent": 13, "rope": 6, "index_heads": 3, "index_dim": 7},
     {"heads": 1, "latent": 64, "rope": 8, "index_heads": 33, "index_dim": 16, "dtype": torch.bfloat16},
     {"length": 1, "topk": 4}, {"heads": 16, "latent": 128, "rope": 32, "length": 400, "topk": 200},
+    {"heads": 5, "latent": 13, "rope": 6, "index_heads": 3, "index_dim": 7, "dtype": torch.bfloat16},
+    {"heads": 20, "latent": 96, "rope": 32, "index_dim": 64, "length": 2100, "topk": 1300, "dtype": torch.bfloat16},
+    {"heads": 2, "length": 2100, "topk": 0, "dtype": torch.bfloat16},
 ])
 def test_ragged_dsa_equals_the_reference(options):
     cache = Cache(**options)
@@ -251,8 +254,12 @@ def test_ragged_dsa_equals_the_reference(options):
     assert torch.equal(out, cache.sparse(dispatch.ragged_dsa))
 
 
-def test_ragged_selection_then_attention_has_the_bits_of_the_fused_operation():
-    cache = Cache()
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@DTYPES
+def test_ragged_selection_then_attention_has_the_bits_of_the_fused_operation(dtype):
+    cache = Cache(dtype=dtype)
     positions = cache.select(dispatch.ragged_select, 64)
     assert torch.equal(positions, cache.select(reference.ragged_select, 64))
     out = dispatch.ragged_attention(cache.q_MHK, cache.latent_PSK, cache.slots_M, cache.lengths_M, positions, 0.15, 48)
@@ -289,38 +296,59 @@ def test_a_block_outside_of_the_cache_is_refused():
                                       torch.ones_like(cache.lengths_M), None, 0.15, 48, table)
 
 
-def test_ragged_selection_breaks_ties_towards_the_lower_position():
-    cache = Cache()
+@DTYPES
+def test_ragged_selection_breaks_ties_towards_the_lower_position(dtype):
+    cache = Cache(dtype=dtype)
     cache.index_keys_PSX[:] = torch.randint(-1, 2, cache.index_keys_PSX.shape) // 2  # few distinct scores, many zeros
     cache.iq_MJX, cache.iw_MJ = cache.iq_MJX.sign(), cache.iw_MJ.sign()
     assert torch.equal(cache.select(dispatch.ragged_select, 20), cache.select(reference.ragged_select, 20))
 
 
-def test_ragged_selection_ranks_nan_and_minus_infinity_last():
-    cache = Cache()
+@DTYPES
+def test_ragged_selection_ranks_nan_and_minus_infinity_last(dtype):
+    cache = Cache(dtype=dtype)
     cache.index_keys_PSX[:, 3::7] = float("nan")
     cache.index_keys_PSX[:, 5::7] = float("inf")
     assert torch.equal(cache.select(dispatch.ragged_select, 30), cache.select(reference.ragged_select, 30))
 
 
-def test_ragged_queries_do_not_depend_on_their_batch():
-    cache = Cache()
+@DTYPES
+@pytest.mark.parametrize("topk", [64, 0])
+def test_ragged_queries_do_not_depend_on_their_batch(dtype, topk):
+    """In any order; queries of one slot that follow one another are computed together."""
+    cache = Cache(dtype=dtype, topk=topk, length=300)
+    order_M = cache.slots_M.argsort()
+    for name in ("slots_M", "lengths_M", "q_MHK", "iq_MJX", "iw_MJ"):
+        setattr(cache, name, getattr(cache, name)[order_M])
     together = cache.sparse(dispatch.ragged_dsa)
     for m in range(23):
         one = slice(m, m + 1)
         alone = dispatch.ragged_dsa(cache.q_MHK[one], cache.iq_MJX[one], cache.iw_MJ[one], cache.latent_PSK,
-                                    cache.index_keys_PSX, cache.slots_M[one], cache.lengths_M[one], 64, 0.15, 48)
+                                    cache.index_keys_PSX, cache.slots_M[one], cache.lengths_M[one], topk, 0.15, 48)
         assert torch.equal(together[m], alone[0])
 
 
-def test_ragged_attention_never_reads_entries_past_the_length():
-    cache = Cache()
+@DTYPES
+@pytest.mark.parametrize("topk", [64, 0])
+def test_ragged_attention_never_reads_entries_past_the_length(dtype, topk):
+    cache = Cache(dtype=dtype, topk=topk)
     out = cache.sparse(dispatch.ragged_dsa)
     longest = {slot: int(cache.lengths_M[cache.slots_M == slot].max()) for slot in set(cache.slots_M.tolist())}
     for slot in range(5):
         cache.latent_PSK[slot, longest.get(slot, 0) :] = float("nan")
         cache.index_keys_PSX[slot, longest.get(slot, 0) :] = float("nan")
     assert torch.equal(out, cache.sparse(dispatch.ragged_dsa))
+
+
+@DTYPES
+def test_a_nan_in_a_key_reaches_only_the_queries_that_see_it(dtype):
+    """A causal prefill: every query sees one key more than the one before."""
+    latent_PSK, q_MHK = torch.randn(1, 60, 64).to(dtype), torch.randn(60, 4, 64).to(dtype)
+    slots_M, lengths_M = torch.zeros(60, dtype=torch.int64), torch.arange(1, 61)
+    clean = dispatch.ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, None, 0.15, 48)
+    latent_PSK[0, 37, 5] = float("nan")
+    out = dispatch.ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, None, 0.15, 48)
+    assert torch.equal(out[:37], clean[:37]) and out[37:].isnan().any(-1).all()
 
 
 def test_ragged_operations_of_no_queries_are_empty():

@@ -96,13 +96,15 @@ def test_scores_that_are_hard_to_tell_apart_are_chosen_exactly(case):
 
 
 @pytest.mark.parametrize("case", HARD)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_with_and_without_screening_the_same_keys_are_chosen(case, dtype):
+@pytest.mark.parametrize(("dtype", "query"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32),
+                                              (torch.bfloat16, torch.bfloat16)])
+def test_with_and_without_screening_the_same_keys_are_chosen(case, dtype, query):
     """Eighty queries of a slot together screen its keys, each of them alone scores all; some see k keys or less."""
     keys_SX, iq_MJX, iw_MJ = torch.randn(640, 16), torch.randn(80, 8, 16), torch.randn(80, 8)
     make_hard(case, iq_MJX, keys_SX, iw_MJ)
     keys_PSX, slots_M, lengths_M = keys_SX.to(dtype)[None], torch.zeros(80, dtype=torch.int64), torch.arange(561, 641)
     lengths_M[2], lengths_M[7], lengths_M[11] = 9, 0, 16
+    iq_MJX = iq_MJX.to(query)
     together_MK = dispatch.ragged_select(iq_MJX, iw_MJ, keys_PSX, slots_M, lengths_M, 16)
     for m, length in enumerate(lengths_M.tolist()):
         alone = dispatch.ragged_select(iq_MJX[m : m + 1], iw_MJ[m : m + 1], keys_PSX, slots_M[:1],

@@ -129,7 +129,7 @@ def bench_attention(quick: bool = False, threads: int = 0,
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries over one slot of ``length`` bf16 entries, and the ways to attend."""
+    """Queries over one slot of ``length`` entries, all bf16, and the ways to attend."""
 
     length: int
     q_MHK: Tensor
@@ -150,8 +150,9 @@ class Problem:
         latent_SK = torch.randn(blocks * BLOCK, LAYER.key).bfloat16()
         latent_PSK = torch.empty(blocks, BLOCK, LAYER.key, dtype=torch.bfloat16)
         latent_PSK[table_1Z[0].long()] = latent_SK.view(blocks, BLOCK, LAYER.key)
-        return cls(length, torch.randn(queries, LAYER.heads, LAYER.key),
-                   torch.randn(queries, LAYER.index_heads, LAYER.index_dim), torch.randn(queries, LAYER.index_heads),
+        return cls(length, torch.randn(queries, LAYER.heads, LAYER.key).bfloat16(),
+                   torch.randn(queries, LAYER.index_heads, LAYER.index_dim).bfloat16(),
+                   torch.randn(queries, LAYER.index_heads),
                    latent_SK[:length], latent_PSK, torch.randn(blocks, BLOCK, LAYER.index_dim).bfloat16(), table_1Z)
 
     def sparse(self, topk: int, lengths_M: Tensor) -> Tensor:
@@ -167,7 +168,7 @@ class Problem:
 
 def _measure(plan: Plan, progress: Callable[[str], None]) -> Rows:
     torch.manual_seed(0)
-    ceilings = measure_ceilings(1024 if plan is FULL else 256)
+    ceilings = measure_ceilings(2048 if plan is FULL else 256)
     rows = [_row("ceiling.flops", ceilings.flops, "flop/s"), _row("ceiling.bytes", ceilings.bytes, "B/s")]
     with torch.no_grad():
         for length in plan.lengths:

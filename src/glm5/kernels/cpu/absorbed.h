@@ -15,8 +15,9 @@ constexpr int VALUE_HEADS = 4;  // heads of one register tile of the weighted su
 
 struct AttentionShape {
     int64_t heads, dim, latent;
+    int64_t unit = LANES;  // the sums of a head are a multiple of this
     int64_t padded() const { return round_up(heads); }
-    int64_t width() const { return round_up(latent); }
+    int64_t width() const { return (latent + unit - 1) / unit * unit; }
 };
 
 // Peaks, totals and unnormalised weighted sums of some keys: what softmax needs to combine them with others.
@@ -183,16 +184,19 @@ template <class T> class Entries {
 
 template <class T> class AbsorbedAttention {
    public:
+    using Entry = T;
+    static constexpr int64_t TOGETHER = 1;  // queries of a call
+    static constexpr int64_t UNIT = LANES;
+
     static int64_t need(const AttentionShape& s) {
         return Scratch::need(s.padded() * s.dim) + Entries<T>::need(s.dim) + Scratch::need(BLOCK * s.padded()) +
-               2 * Partial::need(s) + Scratch::need(PART);
+               Scratch::need(PART);
     }
     AbsorbedAttention(Scratch& scratch, const AttentionShape& shape)
         : shape_(shape), q_(scratch.take<float>(shape.padded() * shape.dim)), entries_(scratch, shape.dim),
-          weights_(scratch.take<float>(BLOCK * shape.padded())), whole_(scratch, shape), part_(scratch, shape),
-          rows_(scratch.take<int32_t>(PART)) {}
+          weights_(scratch.take<float>(BLOCK * shape.padded())), rows_(scratch.take<int32_t>(PART)) {}
 
-    void set_query(const float* q, float scale) { turn_heads(q, shape_.heads, shape_.dim, shape_.padded(), scale, q_); }
+    void set_queries(const float* q, int64_t, float scale) { turn_heads(q, shape_.heads, shape_.dim, shape_.padded(), scale, q_); }
 
     // Starts loading the first of n entries that a later call reads.
     void prefetch(const T* cache, const Keys& keys, int64_t n) {
@@ -200,26 +204,16 @@ template <class T> class AbsorbedAttention {
         for (int64_t i = 0; i < at_most(BLOCK, n); i++) entries_.preload(cache + rows_[i] * shape_.dim);
     }
 
-    // Keys begin .. end (at most PART, at least one) into `out`.
-    void run_part(const T* cache, const Keys& keys, int64_t begin, int64_t end, Partial& out) {
+    // Keys begin .. end (at most PART, at least one) of the query into `out`.
+    void run_part(const T* cache, const Keys& keys, int64_t begin, int64_t end, const int64_t*, int64_t, Partial* out) {
         keys.rows(begin, end, rows_);
         for (int64_t start = 0; start < end - begin; start += BLOCK) {
             int64_t n = at_most(BLOCK, end - begin - start);
             entries_.fetch(cache, rows_, start, n, end - begin);
             block_logits(q_, shape_.padded(), entries_.rows, n, shape_.dim, &entries_.ahead, weights_);
-            for (int64_t h = 0; h < shape_.padded(); h += LANES) soften(h, n, start == 0, out);
-            block_values(weights_, shape_.padded(), shape_.heads, entries_.rows, n, out.sums, shape_.width());
+            for (int64_t h = 0; h < shape_.padded(); h += LANES) soften(h, n, start == 0, *out);
+            block_values(weights_, shape_.padded(), shape_.heads, entries_.rows, n, out->sums, shape_.width());
         }
-    }
-
-    // All n keys of the query that was set -> out [heads, latent]; log_sums [heads] unless null.
-    void run(const T* cache, const Keys& keys, int64_t n, float* out, float* log_sums) {
-        for (int64_t begin = 0; begin < n; begin += PART) {
-            Partial& target = begin ? part_ : whole_;
-            run_part(cache, keys, begin, at_most(n, begin + PART), target);
-            if (begin) whole_.add(shape_, part_);
-        }
-        finish(shape_, n, whole_, out, log_sums);
     }
 
     static void finish(const AttentionShape& s, int64_t n, const Partial& whole, float* out, float* log_sums) {
@@ -256,7 +250,6 @@ template <class T> class AbsorbedAttention {
     float* q_;
     Entries<T> entries_;
     float* weights_;
-    Partial whole_, part_;
     int32_t* rows_;
 };
 

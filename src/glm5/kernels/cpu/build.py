@@ -27,8 +27,13 @@ SOURCES = ("attention.cpp", "elementwise.cpp", "experts.cpp", "indexer.cpp", "in
            "sampling.cpp", "sparse.cpp")
 """Compiled once per instruction set; ``isa.cpp`` is compiled once."""
 
+MATRIX_SOURCES = ("ragged.cpp",)
+"""Those that use the matrix unit: of the set ``amx`` nothing else is compiled, the rest is ``avx512``."""
+
+_AVX512 = ("16", "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx2", "-mfma")
 _X86_SETS = {
-    "avx512": ("16", "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx2", "-mfma"),
+    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    "avx512": _AVX512,
     "avx2": ("8", "-mavx2", "-mfma"),
     "plain": ("4",),
 }
@@ -66,7 +71,7 @@ def build_library(output: Path) -> None:
               chooser])
         commands = []
         for name, (lanes, *flags) in _variants().items():
-            for source in SOURCES:
+            for source in MATRIX_SOURCES if name == "amx" else SOURCES:
                 objects.append(str(Path(scratch, f"{name}-{source}.o")))
                 commands.append([*compiler, *_FLAGS, *threads, *flags, f"-DGLM5_ISA={name}", f"-DGLM5_LANES={lanes}",
                                  "-c", str(folder / source), "-o", objects[-1]])

@@ -1,7 +1,7 @@
 """Native operations without gradients, for the engine: tensors in, tensors out, contracts as in ``reference``.
 
-The caller (``dispatch``) has checked device and type: fp32 everywhere, except that both caches may be bf16. Letters as
-in ``reference``.
+The caller (``dispatch``) has checked device and type: fp32 everywhere, except that both caches may be bf16, and then the
+queries too. Letters as in ``reference``.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ def ragged_select(iq_MJX: Tensor, iw_MJ: Tensor, index_keys_PSX: Tensor, slots_M
     if index_topk <= 0 or not lengths_M.numel() or int(lengths_M.max()) <= index_topk:
         return None
     slots_M, lengths_M = slots_M.long().contiguous(), lengths_M.long().contiguous()
+    half = _half(index_keys_PSX, iq_MJX)
     iq_MJX, iw_MJ = iq_MJX.float().contiguous(), iw_MJ.float().contiguous()
     table_UZ = _table(table_UZ, index_keys_PSX)
     positions_MK = torch.empty((slots_M.numel(), index_topk), dtype=torch.int32)
     outside = native()["ragged_select"](
-        index_keys_PSX.dtype == torch.bfloat16, iq_MJX.data_ptr(), iw_MJ.data_ptr(), iq_MJX.shape[1],
+        half, iq_MJX.data_ptr(), iw_MJ.data_ptr(), iq_MJX.shape[1],
         index_keys_PSX.data_ptr(), *index_keys_PSX.shape, table_UZ.data_ptr(), *table_UZ.shape, slots_M.data_ptr(),
         None, lengths_M.data_ptr(), slots_M.numel(), index_topk, positions_MK.data_ptr(), torch.get_num_threads())
     _check(outside, slots_M, lengths_M, index_keys_PSX, table_UZ)
@@ -70,7 +71,7 @@ def ragged_attention(q_MHK: Tensor, latent_PSK: Tensor, slots_M: Tensor, lengths
     table_UZ = _table(table_UZ, latent_PSK)
     positions = None if positions_MK is None else positions_MK.to(torch.int32).contiguous()
     outside = native()["ragged_attention"](
-        latent_PSK.dtype == torch.bfloat16, q.data_ptr(), q.shape[1], latent_PSK.data_ptr(), *latent_PSK.shape,
+        _half(latent_PSK, q_MHK), q.data_ptr(), q.shape[1], latent_PSK.data_ptr(), *latent_PSK.shape,
         kv_lora_rank, table_UZ.data_ptr(), *table_UZ.shape, slots_M.data_ptr(), lengths_M.data_ptr(), q.shape[0],
         None if positions is None else positions.data_ptr(), 0 if positions is None else positions.shape[1], scale,
         out_MHC.data_ptr(), None, torch.get_num_threads())
@@ -86,11 +87,12 @@ def ragged_dsa(q_MHK: Tensor, iq_MJX: Tensor, iw_MJ: Tensor, latent_PSK: Tensor,
         return ragged_attention(q_MHK, latent_PSK, slots_M, lengths_M, None, scale, kv_lora_rank, table_UZ)
     assert latent_PSK.shape[:2] == index_keys_PSX.shape[:2], "latents and index keys of one cache"
     slots_M, lengths_M, q = slots_M.long().contiguous(), lengths_M.long().contiguous(), q_MHK.float().contiguous()
+    half = _half(latent_PSK, q_MHK, iq_MJX)
     iq_MJX, iw_MJ = iq_MJX.float().contiguous(), iw_MJ.float().contiguous()
     table_UZ = _table(table_UZ, latent_PSK)
     out_MHC = torch.empty(q.shape[0], q.shape[1], kv_lora_rank)
     outside = native()["ragged_dsa"](
-        latent_PSK.dtype == torch.bfloat16, q.data_ptr(), q.shape[1], iq_MJX.data_ptr(), iw_MJ.data_ptr(),
+        half, q.data_ptr(), q.shape[1], iq_MJX.data_ptr(), iw_MJ.data_ptr(),
         iq_MJX.shape[1], latent_PSK.data_ptr(), *latent_PSK.shape, kv_lora_rank, index_keys_PSX.data_ptr(),
         index_keys_PSX.shape[2], table_UZ.data_ptr(), *table_UZ.shape, slots_M.data_ptr(), lengths_M.data_ptr(),
         q.shape[0], index_topk, scale, out_MHC.data_ptr(), torch.get_num_threads())
@@ -135,6 +137,13 @@ def raise_bad_expert(ids_MA: Tensor, count: int) -> None:
     """Report which expert ids the router gave."""
     raise KernelError(f"experts: ids reach from {int(ids_MA.min())} to {int(ids_MA.max())}; expected 0 to {count - 1}; "
                       "check the router")
+
+
+def _half(cache: Tensor, *queries: Tensor) -> int:
+    """What the C functions call ``half``: 0 fp32 caches, 1 bf16 caches, 2 bf16 caches and queries."""
+    if cache.dtype != torch.bfloat16:
+        return 0
+    return 2 if all(query.dtype == torch.bfloat16 for query in queries) else 1
 
 
 def _table(table_UZ: Tensor | None, cache: Tensor) -> Tensor:

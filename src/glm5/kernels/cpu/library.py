@@ -60,12 +60,12 @@ def native(instruction_set: str = "") -> NativeFunctions:
     """
     library, chosen = _library(), instruction_set or proven_set()
     functions = {}
+    sets = ("amx", "avx512") if chosen == "amx" else (chosen,)  # only some functions use the matrix unit
     for name, signature in _SIGNATURES.items():
-        try:
-            function = library[f"glm5_{name}_{chosen}"]
-        except AttributeError:
+        function = next((library[symbol] for form in sets if hasattr(library, symbol := f"glm5_{name}_{form}")), None)
+        if function is None:
             raise KernelError(f"native kernels: {library_path()} has no {chosen} form of {name}; it has "
-                              f"{', '.join(instruction_sets())}") from None
+                              f"{', '.join(instruction_sets())}")
         function.argtypes = [_TYPES[letter] for letter in signature.replace(" ", "")]
         function.restype = ctypes.c_int
         functions[name] = function

@@ -120,9 +120,42 @@ def _ragged_dsa(functions: NativeFunctions, generator: torch.Generator) -> tuple
     return got, expected
 
 
+def _ragged_select(functions: NativeFunctions, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Queries and keys of bf16: one query alone, whose heads are taken together, and many, taken head by head."""
+    iq_MJX, iw_MJ = (torch.randn(20, 3, *rest, generator=generator) for rest in ((34,), ()))
+    iq_MJX = iq_MJX.bfloat16().float()
+    keys_PSX = torch.randn(2, 96, 34, generator=generator).bfloat16()
+    slots_M, lengths_M = (torch.arange(20) > 0).long(), torch.arange(77, 97)
+    table_UZ, positions_MK = torch.arange(2, dtype=torch.int32)[:, None], torch.zeros(20, 7, dtype=torch.int32)
+    functions["ragged_select"](2, iq_MJX.data_ptr(), iw_MJ.data_ptr(), 3, keys_PSX.data_ptr(), 2, 96, 34,
+                               table_UZ.data_ptr(), 2, 1, slots_M.data_ptr(), None, lengths_M.data_ptr(), 20, 7,
+                               positions_MK.data_ptr(), 1)
+    expected_MK = reference.ragged_select(iq_MJX, iw_MJ, keys_PSX, slots_M, lengths_M, 7, table_UZ)
+    assert expected_MK is not None
+    return positions_MK, expected_MK
+
+
+def _ragged_attention(functions: NativeFunctions, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Queries and keys of bf16. Weights may be rounded, so outputs are those of equal weights, and log sums of others."""
+    q_MHK, latent_PSK = (torch.randn(sizes, generator=generator).bfloat16() for sizes in ((9, 3, 42), (1, 160, 42)))
+    q_MHK = q_MHK.float()
+    q_MHK[4:] = 0
+    slots_M, lengths_M = torch.zeros(9, dtype=torch.int64), torch.arange(150, 159)
+    out_MHC, log_sums_MH, table_UZ = torch.zeros(9, 3, 34), torch.zeros(9, 3), torch.zeros(1, 1, dtype=torch.int32)
+    functions["ragged_attention"](2, q_MHK.data_ptr(), 3, latent_PSK.data_ptr(), 1, 160, 42, 34,
+                                  table_UZ.data_ptr(), 1, 1, slots_M.data_ptr(), lengths_M.data_ptr(), 9, None, 0, 0.3,
+                                  out_MHC.data_ptr(), log_sums_MH.data_ptr(), 1)
+    seen_MS = torch.arange(160) < lengths_M[:, None]
+    logits_MHS = 0.3 * q_MHK @ latent_PSK[0].float().T
+    expected_MH = logits_MHS.masked_fill(~seen_MS[:, None], float("-inf")).logsumexp(-1)
+    means_MC = seen_MS.float() @ latent_PSK[0, :, :34].float() / lengths_M[:, None]
+    return (torch.cat((log_sums_MH.flatten(), out_MHC[4:].flatten())),
+            torch.cat((expected_MH.flatten(), means_MC[4:, None].expand(-1, 3, -1).flatten())))
+
+
 CHECKS: dict[str, Callable[[NativeFunctions, torch.Generator], tuple[Tensor, Tensor]]] = {
     "rms_norm": _rms_norm, "swiglu": _swiglu, "experts": _experts, "sample": _sample, "index_scores": _index_scores,
     "masked_attention": _masked_attention, "sparse_scores": _sparse_scores, "int8_linear": _int8_linear,
-    "ragged_dsa": _ragged_dsa,
+    "ragged_dsa": _ragged_dsa, "ragged_select": _ragged_select, "ragged_attention": _ragged_attention,
 }
 """Per function, what it gives and what is right."""

@@ -92,9 +92,73 @@ template <class T> struct Chooser {
     }
 };
 
+// Consecutive groups of one slot, and the keys among which they choose.
+struct Run {
+    int64_t begin, end, low, high;
+
+    template <class T> Run(const Choice<T>& choice, const Group* groups, int64_t count, int64_t begin_)
+        : begin(begin_), end(begin_), low(INT64_MAX), high(0) {
+        int64_t slot = choice.queries.slots[groups[begin].first], screened = 0;
+        for (; end < count && choice.queries.slots[groups[end].first] == slot; end++) {
+            low = at_most(low, groups[end].low), high = groups[end].high > high ? groups[end].high : high;
+            for (int64_t i = 0; i < groups[end].count; i++) screened += choice.is_screened(groups[end].first + i);
+        }
+        is_screened = screened >= SCREENED;
+    }
+    bool is_screened;
+    int64_t keys() const { return (high - low + TILE - 1) / TILE * TILE; }
+};
+
+// Rounds the keys of the runs that are screened.
+template <class T> class Rounded {
+   public:
+    Rounded(const Choice<T>& choice, Group* groups, int64_t count, int threads)
+        : memory_(bytes(choice, groups, count)), keys_(memory_.template take<RoundedKeys>(count)) {
+        for (int64_t g = 0, n = 0; g < count;) {
+            Run run(choice, groups, count, g);
+            if (run.is_screened) {
+                RoundedKeys& keys = keys_[n++] = RoundedKeys(memory_, run.low, run.low + run.keys(), choice.cache.dim);
+                fill(choice, choice.queries.slots[groups[g].first], run.high, keys, threads);
+                for (; g < run.end; g++) groups[g].rounded = &keys;
+            }
+            g = run.end;
+        }
+    }
+
+   private:
+    static int64_t bytes(const Choice<T>& choice, const Group* groups, int64_t count) {
+        int64_t total = Scratch::need(count, sizeof(RoundedKeys));
+        for (int64_t g = 0; g < count;) {
+            Run run(choice, groups, count, g);
+            if (run.is_screened) total += RoundedKeys::need(run.keys(), choice.cache.dim);
+            g = run.end;
+        }
+        return total;
+    }
+    static void fill(const Choice<T>& choice, int64_t slot, int64_t high, RoundedKeys& keys, int threads) {
+        parallel((keys.last - keys.first) / LANES, 16, threads, [&](int64_t begin, int64_t end) {
+            Scratch scratch(Rounder::need(choice.cache.dim));
+            Rounder rounder(scratch, choice.cache.dim);
+            for (int64_t block = begin; block < end; block++) {
+                const T* entries[LANES];
+                int64_t at = keys.first + block * LANES;
+                choice.entries(slot, at_most(at, high - 1), high, LANES, entries);
+                keys.round(at, entries, rounder);
+            }
+        });
+        keys.finish();
+    }
+
+    Scratch memory_;
+    RoundedKeys* keys_;
+};
+
 // Index scores and top-k of the queries of a group at the same time, over a range of the keys.
 template <class T> class Selector {
    public:
+    using Entry = T;
+    using Prepared = Rounded<T>;
+
     static int64_t need(int64_t heads, int64_t dim, int64_t k, int64_t together) {
         return together * Chooser<T>::need(heads, dim, k) + Scratch::need(together, sizeof(Chooser<T>)) +
                Scratch::need(TILE * dim) + Rounder::need(dim);
@@ -125,6 +189,8 @@ template <class T> class Selector {
         }
         for (int64_t i = 0; i < group.count; i++) choosers[i].score_waiting();
     }
+
+    TopkStream& stream(int64_t i) { return choosers[i].stream; }
 
     Chooser<T>* choosers;
 
@@ -194,71 +260,10 @@ template <class T> static int64_t form_groups(const Choice<T>& choice, Group* gr
     return n;
 }
 
-// Consecutive groups of one slot, and the keys among which they choose.
-struct Run {
-    int64_t begin, end, low, high;
-
-    template <class T> Run(const Choice<T>& choice, const Group* groups, int64_t count, int64_t begin_)
-        : begin(begin_), end(begin_), low(INT64_MAX), high(0) {
-        int64_t slot = choice.queries.slots[groups[begin].first], screened = 0;
-        for (; end < count && choice.queries.slots[groups[end].first] == slot; end++) {
-            low = at_most(low, groups[end].low), high = groups[end].high > high ? groups[end].high : high;
-            for (int64_t i = 0; i < groups[end].count; i++) screened += choice.is_screened(groups[end].first + i);
-        }
-        is_screened = screened >= SCREENED;
-    }
-    bool is_screened;
-    int64_t keys() const { return (high - low + TILE - 1) / TILE * TILE; }
-};
-
-// Rounds the keys of the runs that are screened.
-template <class T> class Rounded {
-   public:
-    Rounded(const Choice<T>& choice, Group* groups, int64_t count, int threads)
-        : memory_(bytes(choice, groups, count)), keys_(memory_.template take<RoundedKeys>(count)) {
-        for (int64_t g = 0, n = 0; g < count;) {
-            Run run(choice, groups, count, g);
-            if (run.is_screened) {
-                RoundedKeys& keys = keys_[n++] = RoundedKeys(memory_, run.low, run.low + run.keys(), choice.cache.dim);
-                fill(choice, choice.queries.slots[groups[g].first], run.high, keys, threads);
-                for (; g < run.end; g++) groups[g].rounded = &keys;
-            }
-            g = run.end;
-        }
-    }
-
-   private:
-    static int64_t bytes(const Choice<T>& choice, const Group* groups, int64_t count) {
-        int64_t total = Scratch::need(count, sizeof(RoundedKeys));
-        for (int64_t g = 0; g < count;) {
-            Run run(choice, groups, count, g);
-            if (run.is_screened) total += RoundedKeys::need(run.keys(), choice.cache.dim);
-            g = run.end;
-        }
-        return total;
-    }
-    static void fill(const Choice<T>& choice, int64_t slot, int64_t high, RoundedKeys& keys, int threads) {
-        parallel((keys.last - keys.first) / LANES, 16, threads, [&](int64_t begin, int64_t end) {
-            Scratch scratch(Rounder::need(choice.cache.dim));
-            Rounder rounder(scratch, choice.cache.dim);
-            for (int64_t block = begin; block < end; block++) {
-                const T* entries[LANES];
-                int64_t at = keys.first + block * LANES;
-                choice.entries(slot, at_most(at, high - 1), high, LANES, entries);
-                keys.round(at, entries, rounder);
-            }
-        });
-        keys.finish();
-    }
-
-    Scratch memory_;
-    RoundedKeys* keys_;
-};
-
-// positions [count, k]: the selection of every query, ascending, padded with -1.
-template <class T>
+// positions [count, k]: the selection of every query, ascending, padded with -1. `Select` is a Selector or takes its place.
+template <class Select>
 static void select(const IndexHeads& index, const Cache& cache, const Queries& queries, int64_t k, int32_t* positions, int threads) {
-    Choice<T> choice{index, cache, queries, k};
+    Choice<typename Select::Entry> choice{index, cache, queries, k};
     Scratch shared(Scratch::need(queries.count, sizeof(Group)));
     Group* groups = shared.take<Group>(queries.count);
     int64_t count = form_groups(choice, groups), chunks = 1, longest = 0, together = 1;
@@ -268,8 +273,8 @@ static void select(const IndexHeads& index, const Cache& cache, const Queries& q
     }
     if (count < 2 * threads) chunks = at_most(threads, (longest + CHUNK - 1) / CHUNK);
     if (chunks < 1) chunks = 1;
-    Rounded<T> rounded(choice, groups, count, threads);
-    int64_t each = Selector<T>::need(index.heads, cache.dim, k, together);
+    typename Select::Prepared prepared(choice, groups, count, threads);
+    int64_t each = Select::need(index.heads, cache.dim, k, together);
     auto keep = [&](int64_t m, TopkStream& stream) {
         int64_t n = queries.visible(m);
         int32_t* row = positions + m * k;
@@ -281,10 +286,10 @@ static void select(const IndexHeads& index, const Cache& cache, const Queries& q
     if (chunks == 1) {
         parallel(count, 1, threads, [&](int64_t begin, int64_t end) {
             Scratch scratch(each);
-            Selector<T> selector(scratch, choice, together);
+            Select selector(scratch, choice, together);
             for (int64_t g = begin; g < end; g++) {
                 selector.run(groups[g], groups[g].low, groups[g].high);
-                for (int64_t i = 0; i < groups[g].count; i++) keep(groups[g].first + i, selector.choosers[i].stream);
+                for (int64_t i = 0; i < groups[g].count; i++) keep(groups[g].first + i, selector.stream(i));
             }
         });
         return;
@@ -295,14 +300,14 @@ static void select(const IndexHeads& index, const Cache& cache, const Queries& q
     int32_t *kept_keys = kept.take<int32_t>(lists * k), *kept_positions = kept.take<int32_t>(lists * k);
     parallel(count * chunks, 1, threads, [&](int64_t begin, int64_t end) {
         Scratch scratch(each);
-        Selector<T> selector(scratch, choice, together);
+        Select selector(scratch, choice, together);
         for (int64_t task = begin; task < end; task++) {
             const Group& group = groups[task / chunks];
             int64_t span = group.high > group.low ? group.high - group.low : 0;
             int64_t step = (span + chunks * TILE - 1) / (chunks * TILE) * TILE, first = group.low + task % chunks * step;
             selector.run(group, first, at_most(group.high, first + step));
             for (int64_t i = 0; i < group.count; i++) {
-                TopkStream& stream = selector.choosers[i].stream;
+                TopkStream& stream = selector.stream(i);
                 int64_t place = task * together + i, n = sizes[place] = stream.finish();
                 memcpy(kept_keys + place * k, stream.keys(), sizeof(int32_t) * n);
                 memcpy(kept_positions + place * k, stream.positions(), sizeof(int32_t) * n);

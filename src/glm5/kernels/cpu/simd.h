@@ -17,6 +17,9 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
+#if GLM5_LANES == 16
+#include <immintrin.h>
+#endif
 
 #define GLM5_PASTE_(a, b, c) a##b##_##c
 #define GLM5_PASTE(a, b, c) GLM5_PASTE_(a, b, c)
@@ -150,7 +153,9 @@ template <int D = LANES / 2> GLM5_INLINE void transpose(vf* a) {
 
 // Whether any lane of a comparison holds.
 GLM5_INLINE bool any_lane(vi holds) {
-#if GLM5_LANES == 8 && defined(__AVX2__)
+#if GLM5_LANES == 16
+    return _mm512_test_epi32_mask((__m512i)holds, (__m512i)holds) != 0;
+#elif GLM5_LANES == 8 && defined(__AVX2__)
     return __builtin_ia32_movmskps256((vf)holds) != 0;
 #else
     int32_t x[LANES];

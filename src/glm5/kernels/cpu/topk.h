@@ -145,11 +145,25 @@ class TopkStream {
             better |= keys[v] > threshold_;
         }
         if (!any_lane(better)) return;
+        low = low > first ? low : first, high = at_most(high, first + V * LANES);
+#if GLM5_LANES == 16
+        const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        GLM5_UNROLL
+        for (int v = 0; v < V; v++) {  // writes whole vectors: there is room behind the limit
+            int64_t start = first + v * LANES, from = low - start, to = high - start;
+            if (from >= LANES || to <= 0) continue;
+            uint32_t inside = (0xffffu << (from > 0 ? from : 0)) & (0xffffu >> (to < LANES ? LANES - to : 0));
+            __mmask16 kept = _mm512_cmpgt_epi32_mask((__m512i)keys[v], _mm512_set1_epi32(threshold_)) & inside;
+            _mm512_storeu_si512(keys_ + count_, _mm512_maskz_compress_epi32(kept, (__m512i)keys[v]));
+            _mm512_storeu_si512(positions_ + count_, _mm512_maskz_compress_epi32(kept, _mm512_add_epi32(steps, _mm512_set1_epi32((int32_t)start))));
+            count_ += __builtin_popcount(kept);
+        }
+#else
         int32_t lanes[V * LANES];
         GLM5_UNROLL
         for (int v = 0; v < V; v++) *(vi_loose*)(lanes + v * LANES) = keys[v];
-        low = low > first ? low : first, high = at_most(high, first + V * LANES);
         for (int64_t s = low; s < high; s++) add(lanes[s - first], (int32_t)s);
+#endif
         if (count_ > limit_) cut();
     }
 
