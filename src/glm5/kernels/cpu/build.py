@@ -107,4 +107,4 @@ def _run(command: list[str]) -> None:
         lines = error.stderr.splitlines() or ["no output"]
         first = next((line for line in lines if "error" in line), lines[0]).strip()
         raise KernelError(f"native kernels: {command[0]} failed: {first}; set CXX to a C++17 compiler "
-                          "(g++ 9 or clang++ 12, or newer)") from None
+                          "(g++ 11 or clang++ 12, or newer)") from None
