@@ -4,7 +4,8 @@ Dimensions are those of ``LAYER`` (GLM-like, a quarter of the heads). Dense and 
 median of the ratios of the rounds. The dense baseline is the fastest of PyTorch's forms of the same layer on this
 machine at that size: ``scaled_dot_product_attention`` over expanded keys and values, over the latent cache with heads
 as query rows, or two products with a softmax, each in fp32 and bf16, with values padded to the key dim where that
-selects the fused kernel. The native dense form is the absorbed kernel over all keys. Projections and the expansion of
+selects the fused kernel. Prefill is also compared with expanded keys and values in bf16, the usual form, where that is not
+the fastest. The native dense form is the absorbed kernel over all keys. Projections and the expansion of
 keys are in neither. The native forms read a paged cache (blocks of 32 in random order), PyTorch's a contiguous one.
 
 Prefill rows stand for a whole causal prefill of that length: ``queries`` rows at each of the contexts L/8, 3L/8, 5L/8
@@ -233,6 +234,8 @@ def _prefill_rows(length: int, plan: Plan, ceilings: Ceilings) -> Rows:
                                "native_dense": lambda: [problem.dense(lengths_M) for lengths_M in lengths]}
     for topk in plan.topks:
         forms[f"k{topk}"] = lambda topk=topk: [problem.sparse(topk, lengths_M) for lengths_M in lengths]
+    if "expanded" not in name:
+        forms["torch_expanded"] = lambda: [candidates["sdpa, expanded, bfloat16"](context) for context in contexts]
     times = alternate(forms, plan.rounds)
     limits = {"native_dense": sum(ceilings.seconds(T * LAYER.attention_flops(n), 0.0) for n in contexts)}
     for topk in plan.topks:
@@ -340,6 +343,9 @@ def _comparison(kind: str, topk: int, length: int, times: dict[str, list[float]]
     rows = [_row(f"{name}.vs_torch_dense", ratio, "x", n=n, baseline=baseline, goal=goal, met=ratio >= goal),
             _row(f"{name}.ms", statistics.median(sparse) * 1e3, "ms", n=n),
             _row(f"{name}.ms.torch_dense", statistics.median(dense) * 1e3, "ms", n=n)]
+    if "torch_expanded" in times:
+        rows.append(_row(f"{name}.vs_torch_expanded", _median_ratio(times["torch_expanded"], sparse), "x", n=n,
+                         baseline="PyTorch sdpa, expanded, bfloat16"))
     if "native_dense" in times:
         native, allowed = times["native_dense"], limits["native_dense"] / limits[f"k{topk}"]
         ratio, goal = _median_ratio(native, sparse), NATIVE_SHARE * allowed

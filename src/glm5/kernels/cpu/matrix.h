@@ -54,19 +54,21 @@ class Tiles {
     alignas(64) uint8_t before_[64];
 };
 
-// A value that is exact in bf16.
-GLM5_INLINE uint16_t upper_half(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return (uint16_t)(bits >> 16);
-}
-
-// Rows [SIDE, dim] (null: zeros) become the right operand: for every PAIRED elements [SIDE pairs, SIDE rows, 2].
+// Rows [SIDE, dim] of values that are exact in bf16 (null: zeros) become the right operand: for every PAIRED elements
+// [SIDE pairs, SIDE rows, 2].
 static void pack_rows(const float* const* rows, int64_t dim, uint16_t* out) {
-    memset(out, 0, sizeof(uint16_t) * SIDE * whole_rows(dim));
-    for (int64_t r = 0; r < SIDE; r++) {
-        if (!rows[r]) continue;
-        for (int64_t d = 0; d < dim; d++) out[d / PAIRED * SIDE * PAIRED + d % PAIRED / 2 * PAIRED + 2 * r + d % 2] = upper_half(rows[r][d]);
+    for (int64_t d = 0; d < dim; d += PAIRED, out += SIDE * PAIRED) {
+        const int64_t left = at_most(dim - d, PAIRED), more = left > SIDE ? left - SIDE : 0;
+        const __mmask16 low = (__mmask16)(0xffffu >> (left < SIDE ? SIDE - left : 0)), high = (__mmask16)((1u << more) - 1);
+        vf pairs[SIDE];
+        GLM5_UNROLL
+        for (int r = 0; r < SIDE; r++) {
+            const float* row = rows[r] ? rows[r] + d : nullptr;
+            pairs[r] = row ? (vf)(__m512i)_mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps(high, row + SIDE), _mm512_maskz_loadu_ps(low, row)) : (vf){};
+        }
+        transpose(pairs);
+        GLM5_UNROLL
+        for (int r = 0; r < SIDE; r++) store((float*)out + r * SIDE, pairs[r]);
     }
 }
 
