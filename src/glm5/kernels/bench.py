@@ -4,9 +4,9 @@ Dimensions are those of ``LAYER`` (GLM-like, a quarter of the heads). Dense and 
 median of the ratios of the rounds. The dense baseline is the fastest of PyTorch's forms of the same layer on this
 machine at that size: ``scaled_dot_product_attention`` over expanded keys and values, over the latent cache with heads
 as query rows, or two products with a softmax, each in fp32 and bf16, with values padded to the key dim where that
-selects the fused kernel. Prefill is also compared with expanded keys and values in bf16, the usual form, where that is not
-the fastest. The native dense form is the absorbed kernel over all keys. Projections and the expansion of
-keys are in neither. The native forms read a paged cache (blocks of 32 in random order), PyTorch's a contiguous one.
+selects the fused kernel. Prefill is also compared with expanded keys and values in bf16, the usual form, where that
+is not the fastest. The native dense form is the absorbed kernel over all keys. Projections and the expansion of keys
+are in neither. The native forms read a paged cache (blocks of 32 in random order), PyTorch's a contiguous one.
 
 Prefill rows stand for a whole causal prefill of that length: ``queries`` rows at each of the contexts L/8, 3L/8, 5L/8
 and 7L/8 (a prefill's cost is piecewise linear in the context), without a mask for the dense form, whose expanded keys
