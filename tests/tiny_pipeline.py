@@ -26,7 +26,7 @@ def write_tiny_pipeline(directory: Path, steps: int = 4, form: str = "pipeline")
         (corpus / f"part{number}.txt").write_text("".join(lines))
     for name in STAGES:
         text = (NANO / f"{name}.toml").read_text().replace('["stdlib"]', json.dumps([str(corpus)]))
-        lines = [line for line in text.splitlines() if not line.startswith(("max_minutes", "every", "enough"))]
+        lines = [line for line in text.splitlines() if not line.startswith(("max_minutes", "every", "patience"))]
         changes = {"steps": f"steps = {steps}", "batch_rows": "batch_rows = 2",
                    "checkpoint_every": "checkpoint_every = 2", "warmup_steps": "warmup_steps = 1"}
         lines = [changes.get(line.split(" =")[0], line) for line in lines]

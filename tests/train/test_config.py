@@ -29,7 +29,7 @@ def test_an_unknown_key_is_named_with_a_near_one():
     ({"stage": "sft"}, "data.conversations"),
     ({"stage": "dsa-warmup", "train_indexer": False}, "train_indexer"),
     ({"schedule": {"warmup_steps": 4}}, "warmup_steps=4 exceeds steps=3"),
-    ({"evaluation": {"patience": 2}}, "patience=2"), ({"evaluation": {"enough": 0.5}}, "enough=0.5"),
+    ({"evaluation": {"patience": 2}}, "patience=2"),
     ({"optimizer": {"lr": -1.0}}, "lr=-1.0"),
     ({"batch_ramp": {"first_rows": 4}}, "give both or neither"),
     ({"batch_ramp": {"first_rows": 32, "steps": 9}}, "first_rows=32 exceeds batch_rows=16"),

@@ -123,13 +123,6 @@ def test_patience_stops_the_run_and_hands_on_the_best_checkpoint(tmp_path, token
         training(tmp_path / "b", tokenizer_dir, config, lambda model, step: {"other": 1.0}).run(batches(0))
 
 
-def test_a_run_stops_as_soon_as_the_metric_is_enough(tmp_path, tokenizer_dir):
-    config = dataclasses.replace(CONFIG, steps=40, evaluation=EvaluationConfig(every=2, metric="score", enough=0.5))
-    run = training(tmp_path, tokenizer_dir, config, lambda model, step: {"score": step / 12})
-    final = run.run(batches(0))
-    assert run.state.step == 6 and final.name == "000006" and final.is_dir()
-
-
 def test_a_time_limit_ends_the_run_with_a_checkpoint_and_a_finished_schedule(tmp_path, tokenizer_dir):
     config = dataclasses.replace(CONFIG, steps=100_000, max_minutes=1.5 / 60)
     run = training(tmp_path, tokenizer_dir, config)

@@ -189,16 +189,13 @@ class EvaluationConfig:
     """Key of the hook's answer that decides which checkpoint is the best, larger being better."""
     patience: int = 0
     """Stop after this many calls in a row without a rise; 0 trains all steps."""
-    enough: float = 0.0
-    """Stop as soon as the metric reaches this, so that a later stage finds an open policy; 0 never does."""
     min_rise: float = 0.0
     """A rise counts when it exceeds this much; noise of the measurement should not prolong a stage."""
 
     def __post_init__(self) -> None:
-        require_at_least(0, every=self.every, patience=self.patience, enough=self.enough,
-                         min_rise=self.min_rise)
-        if (self.patience or self.enough) and not self.every:
-            raise ConfigError(f"patience={self.patience}, enough={self.enough} needs every above 0: the hook is never called")
+        require_at_least(0, every=self.every, patience=self.patience, min_rise=self.min_rise)
+        if self.patience and not self.every:
+            raise ConfigError(f"patience={self.patience} needs every above 0: the hook is never called")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

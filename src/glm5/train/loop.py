@@ -200,10 +200,8 @@ class Training:
 
     def _is_finished(self) -> bool:
         limit_s, patience = 60 * self.config.max_minutes, self.config.evaluation.patience
-        enough, best = self.config.evaluation.enough, self.state.best_metric
         return (self.state.step >= self.config.steps or (limit_s > 0 and self.state.elapsed_s >= limit_s)
-                or (patience > 0 and self.state.evaluations_without_rise >= patience)
-                or (enough > 0 and best is not None and best >= enough))
+                or (patience > 0 and self.state.evaluations_without_rise >= patience))
 
     def _is_evaluation_due(self) -> bool:
         return self.state.step % self.config.evaluation.every == 0 or self._is_finished()
