@@ -136,7 +136,7 @@ def _ragged_select(functions: NativeFunctions, generator: torch.Generator) -> tu
 
 
 def _ragged_attention(functions: NativeFunctions, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Queries and keys of bf16. Weights may be rounded, so outputs are those of equal weights, and log sums of others."""
+    """Queries and keys of bf16. Weights may be rounded: outputs are those of equal weights, log sums of others."""
     q_MHK, latent_PSK = (torch.randn(sizes, generator=generator).bfloat16() for sizes in ((9, 3, 42), (1, 160, 42)))
     q_MHK = q_MHK.float()
     q_MHK[4:] = 0
