@@ -1,7 +1,7 @@
 """Native operations without gradients, for the engine: tensors in, tensors out, contracts as in ``reference``.
 
-The caller (``dispatch``) has checked device and type: fp32 everywhere, except that both caches may be bf16, and then the
-queries too. Letters as in ``reference``.
+The caller (``dispatch``) has checked device and type: fp32 everywhere, except that both caches may be bf16, and then
+the queries too. Letters as in ``reference``.
 """
 
 from __future__ import annotations
