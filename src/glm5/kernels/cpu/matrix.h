@@ -91,10 +91,6 @@ class KeyTiles {
             for (int64_t i = 0; i < SIDE; i++) memcpy(copies_ + (t * SIDE + i) * wide_, rows[i], sizeof(bf16) * dim_);
     }
     const bf16* at(int64_t t) const { return tiles_[t]; }
-    bf16* copy(int64_t t) {
-        tiles_[t] = copies_ + t * SIDE * wide_;
-        return copies_ + t * SIDE * wide_;
-    }
     int64_t wide() const { return wide_; }
     int64_t bytes() const { return wide_ * (int64_t)sizeof(bf16); }
 
@@ -103,6 +99,22 @@ class KeyTiles {
     bf16* copies_;
     const bf16** tiles_;
 };
+
+// Two tiles of keys by one of packed rows: logits [2, SIDE keys, SIDE rows].
+static void multiply_pair(const KeyTiles& keys, int64_t tile, const uint16_t* packed, float* logits) {
+    const bf16 *x = keys.at(tile), *y = keys.at(tile + 1);
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t d = 0; d < keys.wide(); d += PAIRED) {
+        GLM5_TILE_LOAD(4, x + d, keys.bytes());
+        GLM5_TILE_LOAD(5, y + d, keys.bytes());
+        GLM5_TILE_LOAD(6, packed + d * SIDE, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+    }
+    GLM5_TILE_STORE(0, logits, 64);
+    GLM5_TILE_STORE(1, logits + SQUARE, 64);
+}
 
 // relu(logits) * w is added to a sum, in this form wherever a score is computed.
 GLM5_INLINE vf add_head(vf sum, vf logits, vf w) {
@@ -122,21 +134,21 @@ class MatrixSelector {
     static int64_t need(int64_t heads, int64_t dim, int64_t k, int64_t together) {
         return together * TopkStream::need(k) + Scratch::need(together, sizeof(TopkStream)) + KeyTiles::need(TILE, dim) +
                Scratch::need(packs(heads) * SIDE * whole_rows(dim), 2) + Scratch::need(packs(heads) * SIDE) +
-               Scratch::need(8 * SQUARE) + Scratch::need(TILE * SIDE);
+               Scratch::need(4 * SQUARE) + Scratch::need(TILE * SIDE);
     }
     MatrixSelector(Scratch& scratch, const Choice<bf16>& choice, int64_t together)
-        : streams(scratch.take<TopkStream>(together)), choice_(choice), heads_(choice.index.heads),
+        : streams_(scratch.take<TopkStream>(together)), choice_(choice), heads_(choice.index.heads),
           keys_(scratch, TILE, choice.cache.dim),
           packed_(scratch.take<uint16_t>(packs(heads_) * SIDE * whole_rows(choice.cache.dim))),
-          factors_(scratch.take<float>(packs(heads_) * SIDE)), logits_(scratch.take<float>(8 * SQUARE)),
+          factors_(scratch.take<float>(packs(heads_) * SIDE)), logits_(scratch.take<float>(4 * SQUARE)),
           sums_(scratch.take<float>(TILE * SIDE)) {
-        for (int64_t i = 0; i < together; i++) streams[i] = TopkStream(scratch, choice.k);
+        for (int64_t i = 0; i < together; i++) streams_[i] = TopkStream(scratch, choice.k);
     }
-    TopkStream& stream(int64_t i) { return streams[i]; }
+    TopkStream& stream(int64_t i) { return streams_[i]; }
 
     void run(const Group& group, int64_t begin, int64_t end) {
         Tiles tiles;
-        for (int64_t i = 0; i < group.count; i++) streams[i].clear();
+        for (int64_t i = 0; i < group.count; i++) streams_[i].clear();
         int64_t tile_rows = (heads_ + SIDE - 1) / SIDE;
         if (group.count * tile_rows < heads_) {
             for (int64_t i = 0; i < group.count; i++) pack_heads(group.first + i, i * tile_rows);
@@ -146,8 +158,6 @@ class MatrixSelector {
             visit(group, begin, end, [&](int64_t first) { score_by_queries(group, first); });
         }
     }
-
-    TopkStream* streams;
 
    private:
     // Tiles of packed rows: one per head, or fewer of all heads of some queries.
@@ -195,7 +205,7 @@ class MatrixSelector {
     void push(const Group& group, int64_t i, int64_t first, const vf* scores) {
         int64_t m = group.first + i, low = choice_.queries.start(m), high = choice_.queries.lengths[m];
         if (choice_.is_needed(m) && high > first && low < first + TILE)
-            streams[i].template push<TILE / LANES>(scores, first, low, high);
+            streams_[i].template push<TILE / LANES>(scores, first, low, high);
     }
 
     // Two tiles of keys by two of packed rows: logits_[2 * rows + keys].
@@ -256,7 +266,7 @@ class MatrixSelector {
             const float* w = choice_.index.w + (group.first + i) * heads_;
             for (int64_t t = 0; t < TILE / SIDE; t += 2)
                 for (int64_t r = 0; r < tile_rows; r++) {
-                    multiply_one(t, packed(i * tile_rows + r));
+                    multiply_pair(keys_, t, packed(i * tile_rows + r), logits_);
                     for (int64_t key = 0; key < 2; key++) {
                         vf square[SIDE];
                         GLM5_UNROLL
@@ -270,22 +280,7 @@ class MatrixSelector {
         }
     }
 
-    // Two tiles of keys by one of packed rows.
-    void multiply_one(int64_t key_tile, const uint16_t* a) {
-        const bf16 *x = keys_.at(key_tile), *y = keys_.at(key_tile + 1);
-        _tile_zero(0);
-        _tile_zero(1);
-        for (int64_t d = 0; d < keys_.wide(); d += PAIRED) {
-            GLM5_TILE_LOAD(4, x + d, keys_.bytes());
-            GLM5_TILE_LOAD(5, y + d, keys_.bytes());
-            GLM5_TILE_LOAD(6, a + d * SIDE, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 5, 6);
-        }
-        GLM5_TILE_STORE(0, logits_, 64);
-        GLM5_TILE_STORE(1, logits_ + SQUARE, 64);
-    }
-
+    TopkStream* streams_;
     const Choice<bf16>& choice_;
     int64_t heads_;
     KeyTiles keys_;
@@ -415,20 +410,7 @@ class MatrixAttention {
     }
 
     void multiply_keys(const uint16_t* q, int64_t n) {
-        for (int64_t t = 0; t * SIDE < n; t += 2) {
-            const bf16 *x = keys_.at(t), *y = keys_.at(t + 1);
-            _tile_zero(0);
-            _tile_zero(1);
-            for (int64_t d = 0; d < keys_.wide(); d += PAIRED) {
-                GLM5_TILE_LOAD(4, x + d, keys_.bytes());
-                GLM5_TILE_LOAD(5, y + d, keys_.bytes());
-                GLM5_TILE_LOAD(6, q + d * SIDE, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 5, 6);
-            }
-            GLM5_TILE_STORE(0, logits_ + t * SQUARE, 64);
-            GLM5_TILE_STORE(1, logits_ + (t + 1) * SQUARE, 64);
-        }
+        for (int64_t t = 0; t * SIDE < n; t += 2) multiply_pair(keys_, t, q, logits_ + t * SQUARE);
     }
 
     // Logits become weights, heads as rows; the running peaks, totals and sums follow.
